@@ -1,0 +1,28 @@
+"""Nybble: run LLMs with 4-bit weights, 8-bit activations and an 8- or 4-bit KV cache.
+
+`LLM(path).generate(...)` and `pipeline(path)` are the Python surface; `nybble --help` the command line. Names are loaded on
+first use, so importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Response", "SamplingParams", "pipeline"]
+
+if TYPE_CHECKING:
+    from nybble.engine.messages import SamplingParams
+    from nybble.llm import LLM, Response, pipeline
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SamplingParams":
+        from nybble.engine.messages import SamplingParams
+
+        return SamplingParams
+    if name in __all__:
+        from nybble import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'nybble' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m nybble` is `nybble`."""
+
+from nybble.cli import main
+
+main()

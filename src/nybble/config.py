@@ -1,0 +1,12 @@
+"""The environment, read in one place: where caches live. Nothing else in the package looks at environment variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where compiled CPU kernels are kept: $XDG_CACHE_HOME/nybble, or ~/.cache/nybble."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "nybble"

@@ -1,0 +1,235 @@
+"""From a plan (lists) to a forward step (tensors): numpy arrays side by side in one buffer, and one copy to the device.
+
+The layout of the buffer follows from the step's shape alone, so steps of one shape lie at the same addresses and a CUDA graph
+can be replayed on them. Nothing here looks at a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nybble.engine.sampler import Draws, random_keys
+from nybble.engine.scheduler import Plan
+from nybble.kernels.types import Step
+
+ALIGNMENT = 16  # bytes; what vectorized loads want
+NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+PARAMETERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step on the device and how its samples are drawn. Token ids below 0 stand for pool[-1 - id]: not yet known here."""
+
+    step: Step
+    from_pool: bool
+    slots: Tensor  # int64 [S]: token pool row of each sample
+    draws: Draws | None  # None: all greedy and plain
+    logprob_rows: list[int]  # of the samples
+    logprob_count: int  # most alternatives any of them wants
+
+
+class Stage:
+    """The buffers between host and device, and the host's copy of every running request's block table."""
+
+    def __init__(self, max_tokens: int, max_rows: int, max_batch: int, max_context: int, block_size: int,
+                 device: torch.device) -> None:
+        self.device, self.block_size = device, block_size
+        self.width = -(-max_context // block_size)
+        self._tables = np.zeros((max_batch, self.width), np.int32)
+        self._admission = [0] * max_batch  # whose blocks a table holds, and how many
+        self._filled = [0] * max_batch
+        _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, self.width) + _draw_fields(max_batch))
+        pinned = device.type == "cuda"
+        # Two, so that the next step is written while the copy of this one is under way; on a CPU the host buffer is used.
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
+        self._copied = [torch.cuda.Event() if pinned else None for _ in self._hosts]
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
+        self._turn = 0
+
+    def pack(self, plan: Plan, rows: int | None = None, width: int | None = None) -> Batch:
+        """rows, width: pad a decode-only plan to this many rows and blocks per row (its samples are then all its rows).
+
+        Padding writes nothing (slot -1), reads block 0 and is not sampled.
+        """
+        real = len(plan.requests)
+        total = plan.num_tokens if rows is None else rows
+        padded = real if rows is None else rows
+        samples = len(plan.samples) if rows is None else rows
+        starts = np.array(plan.starts, np.int64)
+        counts = np.array(plan.counts, np.int64)
+        width = width if width is not None else self.width_for(plan)
+        views, tensors = self._views(
+            _step_fields(total, padded, samples, width) + _draw_fields(len(plan.samples)), self._next_host()
+        )
+        row_slots = self._update_tables(plan)
+
+        query_start = views["query_start"]
+        query_start[0] = 0
+        np.cumsum(counts, out=query_start[1 : real + 1])
+        tokens = int(query_start[real])
+        token_ids, known = views["token_ids"], True
+        for row, (request, start) in enumerate(zip(plan.requests, plan.starts)):
+            if row < plan.num_decode:
+                if start < len(request.tokens):
+                    token_ids[row] = request.tokens[start]
+                else:
+                    token_ids[row], known = -1 - request.slot, False
+            else:
+                count = plan.counts[row]
+                token_ids[query_start[row] : query_start[row] + count] = request.tokens[start : start + count]
+        offsets = np.arange(tokens) - np.repeat(query_start[:real].astype(np.int64), counts)
+        positions = np.repeat(starts, counts) + offsets
+        views["positions"][:tokens] = positions
+        block = self._tables[np.repeat(row_slots, counts), positions // self.block_size].astype(np.int64)
+        views["slots"][:tokens] = block * self.block_size + positions % self.block_size
+        views["context_len"][:real] = starts + counts
+        views["block_table"][:real] = self._tables[row_slots, :width]
+        views["logit_rows"][: len(plan.samples)] = query_start[1:][plan.samples] - 1
+        if rows is not None:
+            token_ids[real:], views["positions"][real:], views["slots"][real:] = 0, 0, -1
+            query_start[real + 1 :] = np.arange(real + 1, rows + 1)
+            views["context_len"][real:], views["block_table"][real:] = 1, 0
+            views["logit_rows"][real:] = np.arange(real, rows)
+        views["draw_slots"][:] = row_slots[plan.samples]
+        drawing = [plan.requests[row] for row in plan.samples]
+        plain = all(request.plain for request in drawing)
+        if not plain:
+            self._write_draws(views, drawing)
+        self._copy()
+
+        num_decode = plan.num_decode if rows is None else rows
+        step = Step(
+            token_ids=tensors["token_ids"],
+            positions=tensors["positions"],
+            slots=tensors["slots"],
+            query_start=tensors["query_start"],
+            context_len=tensors["context_len"],
+            block_table=tensors["block_table"],
+            num_decode=num_decode,
+            max_query=max(plan.counts[plan.num_decode :], default=0),
+            max_context=width * self.block_size,
+            logit_rows=tensors["logit_rows"],
+        )
+        wanting = [i for i, request in enumerate(drawing) if request.params.logprobs is not None]
+        most = max((drawing[i].params.logprobs or 0 for i in wanting), default=0)
+        draws = None if plain else self._draws(tensors, drawing)
+        return Batch(step, not known, tensors["draw_slots"], draws, wanting, most)
+
+    def width_for(self, plan: Plan) -> int:
+        """Blocks per row of the block table: the longest context's, rounded up to a power of two (few shapes to compile)."""
+        longest = max(start + count for start, count in zip(plan.starts, plan.counts))
+        blocks = -(-longest // self.block_size)
+        return min(1 << (blocks - 1).bit_length(), self.width)
+
+    def index(self, values: Sequence[int]) -> Tensor:
+        """int64 on the device, without waiting for it."""
+        host = torch.tensor(values, dtype=torch.int64)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def _update_tables(self, plan: Plan) -> np.ndarray:
+        slots = []
+        for request in plan.requests:
+            slot, blocks = request.slot, request.blocks
+            slots.append(slot)
+            if self._admission[slot] != request.admission:
+                self._admission[slot], self._filled[slot] = request.admission, 0
+            filled = self._filled[slot]
+            if filled != len(blocks):
+                self._tables[slot, filled : len(blocks)] = blocks[filled:]
+                self._filled[slot] = len(blocks)
+        return np.array(slots, np.int64)
+
+    def _write_draws(self, views: dict[str, np.ndarray], drawing: list) -> None:
+        for row, name in enumerate(PARAMETERS):
+            views["parameters"][row] = [getattr(request.params, name) for request in drawing]
+        views["top_k"][:] = [request.params.top_k for request in drawing]
+        seeds = np.array([request.seed for request in drawing], np.uint64)
+        positions = np.array([request.num_tokens - 1 - request.num_prompt for request in drawing], np.int64)
+        views["keys"][:] = random_keys(seeds, positions)
+
+    def _draws(self, tensors: dict[str, Tensor], drawing: list) -> Draws:
+        penalized = [i for i, request in enumerate(drawing) if request.penalized]
+        forbidden = [
+            (i, token)
+            for i, request in enumerate(drawing)
+            # num_tokens already counts the token to be drawn
+            if request.num_tokens - request.num_prompt <= request.params.min_tokens
+            for token in request.stop_ids
+        ]
+        parameters = dict(zip(PARAMETERS, tensors["parameters"]))
+        return Draws(
+            slots=tensors["draw_slots"],
+            temperature=parameters["temperature"],
+            top_k=tensors["top_k"],
+            top_p=parameters["top_p"],
+            min_p=parameters["min_p"],
+            repetition=parameters["repetition_penalty"],
+            presence=parameters["presence_penalty"],
+            frequency=parameters["frequency_penalty"],
+            keys=tensors["keys"],
+            any_random=any(request.params.temperature > 0 for request in drawing),
+            filtered=any(request.params.top_k > 0 or request.params.top_p < 1 for request in drawing),
+            penalized=self.index(penalized) if penalized else None,
+            forbidden=(self.index([i for i, _ in forbidden]), self.index([t for _, t in forbidden])) if forbidden else None,
+        )
+
+    def _next_host(self) -> int:
+        self._turn = (self._turn + 1) % len(self._hosts)
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._turn
+
+    def _views(self, fields: list[tuple], turn: int) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
+        offsets, self._used = _layout(fields)
+        host = self._hosts[turn].numpy()
+        views, tensors = {}, {}
+        for (name, dtype, shape), offset in zip(fields, offsets):
+            end = offset + prod(shape) * dtype.itemsize
+            views[name] = host[offset:end].view(NUMPY[dtype]).reshape(shape)
+            tensors[name] = self._buffer[offset:end].view(dtype).view(shape)
+        return views, tensors
+
+    def _copy(self) -> None:
+        event = self._copied[self._turn]
+        if event is not None:
+            self._buffer[: self._used].copy_(self._hosts[self._turn][: self._used], non_blocking=True)
+            event.record()
+
+
+def _step_fields(tokens: int, rows: int, samples: int, width: int) -> list[tuple]:
+    return [
+        ("token_ids", torch.int64, (tokens,)),
+        ("slots", torch.int64, (tokens,)),
+        ("logit_rows", torch.int64, (samples,)),
+        ("positions", torch.int32, (tokens,)),
+        ("query_start", torch.int32, (rows + 1,)),
+        ("context_len", torch.int32, (rows,)),
+        ("block_table", torch.int32, (rows, width)),
+    ]
+
+
+def _draw_fields(samples: int) -> list[tuple]:
+    """After the step's fields, whose addresses then do not depend on how many rows are sampled."""
+    return [
+        ("draw_slots", torch.int64, (samples,)),
+        ("top_k", torch.int64, (samples,)),
+        ("keys", torch.int64, (samples, 2)),
+        ("parameters", torch.float32, (len(PARAMETERS), samples)),
+    ]
+
+
+def _layout(fields: list[tuple]) -> tuple[list[int], int]:
+    """Byte offset of each field, and the size of all."""
+    offsets, at = [], 0
+    for _, dtype, shape in fields:
+        offsets.append(at)
+        at += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return offsets, at

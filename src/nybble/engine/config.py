@@ -1,0 +1,67 @@
+"""What the engine is told, and what it asks of the thing that runs a plan. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from nybble.engine.messages import TokenLogprob
+from nybble.engine.scheduler import Plan
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Flat, frozen, and every field has a default.
+
+    kv: key of `formats.spec.KV`. block_size: tokens per KV block. num_blocks: overrides kv_memory; kv_memory: bytes (above
+    1), a fraction of the device for everything together (up to 1), None: what the device can spare. max_batch: requests
+    running at once. max_batched_tokens: tokens in one step (None: 2048, 256 on a CPU). max_context: tokens of prompt and
+    answer (None: what the model was made for). overlap: plan a step while the one before it runs (None: on a GPU). graphs:
+    decode steps as CUDA graphs (None: on a GPU). eos_ids: end every request that does not ignore them. model_name, scheme:
+    reported, not used. seed: of requests that bring none; None is a different one each start.
+    """
+
+    model_name: str = ""
+    scheme: str = ""
+    kv: str = "int8"
+    block_size: int = 64
+    num_blocks: int | None = None
+    kv_memory: float | None = None
+    max_batch: int = 64
+    max_batched_tokens: int | None = None
+    max_context: int | None = None
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    overlap: bool | None = None
+    graphs: bool | None = None
+    eos_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_batch", "max_batched_tokens", "max_context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: wants 1 or more")
+
+
+class Sampled(NamedTuple):
+    """What a step drew, one entry per row in `Plan.samples`. A negative token: the row had no finite logits."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None] | None = None
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Runs plans, in order. `launch` may return before the device is done; what it returns waits for the tokens. A runner
+    knows by a request's slot what it drew last, so a plan may hold tokens that the host has not seen."""
+
+    vocab_size: int
+    num_blocks: int
+    max_context: int
+    max_batched_tokens: int
+    bytes_per_token: int
+    overlap: bool
+
+    def launch(self, plan: Plan) -> Callable[[], Sampled]: ...

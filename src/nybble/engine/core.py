@@ -1,0 +1,209 @@
+"""The engine: requests in, tokens out, one step at a time. It decides when a request ends; it owns no tensor and no socket.
+
+A step plans, launches, and collects. With overlap it collects the step before the one it launched, so the device has work
+while the host counts tokens; what was drawn for a request that had already ended is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from nybble.engine.config import EngineConfig, Runner, Sampled
+from nybble.engine.messages import Delta, Info, Refused, Submit
+from nybble.engine.request import Request
+from nybble.engine.scheduler import Limits, Plan, Scheduler
+
+__all__ = ["Engine", "EngineConfig"]
+
+NOT_FINITE = "the model's logits are not finite for this request"
+
+
+class Engine:
+    """model: a `models.Decoder`, or anything that already runs plans (`config.Runner`).
+
+    `submit` and `abort` only queue; `step` answers. Every request is answered exactly once per completion with a
+    finish_reason ("stop" | "length" | "abort" | "error"), or once by `Refused`.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig) -> None:
+        if isinstance(model, Runner):
+            self.runner: Runner = model
+        else:
+            from nybble.engine.runner import ModelRunner
+
+            self.runner = ModelRunner(model, config)
+        self.config = config
+        self.max_context = min(self.runner.max_context, self.runner.num_blocks * config.block_size)
+        self.scheduler = Scheduler(
+            Limits(
+                self.runner.num_blocks,
+                config.block_size,
+                config.max_batch,
+                self.runner.max_batched_tokens,
+                config.chunked_prefill,
+                config.prefix_caching,
+            )
+        )
+        self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
+        self._answers: list[Delta | Refused] = []  # of submit and abort, for the next step to return
+        self._in_flight: tuple[Plan, Callable[[], Sampled]] | None = None
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, message: Submit) -> None:
+        """Queue a request; one that can never run is refused in the next step's answers."""
+        refused = self._refusal(message)
+        if refused is not None:
+            self._answers.append(Refused(message.request_id, *refused))
+            return
+        params, prompt = message.params, message.token_ids
+        limit = self.max_context if params.max_tokens is None else len(prompt) + params.max_tokens
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.config.eos_ids))
+        seed = params.seed if params.seed is not None else self._own_seed()
+        self._live[message.request_id] = [
+            Request(message.request_id, index, prompt, params, limit, stop_ids, _completion_seed(seed, index))
+            for index in range(params.n)
+        ]
+        self._prompt_tokens += len(prompt)
+        for request in self._live[message.request_id]:
+            self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End what is left of a request; one that is unknown or has ended is ignored."""
+        for request in list(self._live.get(request_id, ())):
+            self._end(request, "abort")
+            self._answers.append(Delta(request_id, request.index, [], finish_reason="abort"))
+
+    def _refusal(self, message: Submit) -> tuple[str, str] | None:
+        """(field, why) of a request that can never run."""
+        params, length, vocab = message.params, len(message.token_ids), self.runner.vocab_size
+        if message.request_id in self._live:
+            return "request_id", f"{message.request_id!r} is already running; ids are used once at a time"
+        if length == 0:
+            return "token_ids", "the prompt is empty; the model wants at least one token"
+        if not 0 <= min(message.token_ids) <= max(message.token_ids) < vocab:
+            return "token_ids", f"ids must be in 0 to {vocab - 1}, the model's vocabulary"
+        if length >= self.max_context:
+            return "token_ids", (
+                f"the prompt has {length} tokens, and with one token of answer at most {self.max_context} fit in the context"
+            )
+        if params.max_tokens is not None and length + params.max_tokens > self.max_context:
+            return "max_tokens", (
+                f"{length} prompt tokens and max_tokens = {params.max_tokens} exceed the context of {self.max_context}; "
+                f"at most {self.max_context - length} would fit"
+            )
+        if params.min_tokens > (params.max_tokens if params.max_tokens is not None else self.max_context - length):
+            return "min_tokens", f"{params.min_tokens} is more than may be generated"
+        if params.stop_token_ids and not 0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) < vocab:
+            return "stop_token_ids", f"ids must be in 0 to {vocab - 1}, the model's vocabulary"
+        return None
+
+    def _own_seed(self) -> int:
+        if self.config.seed is None:
+            return int.from_bytes(os.urandom(8), "little") >> 1
+        self._seeded = getattr(self, "_seeded", -1) + 1
+        return _completion_seed(self.config.seed, self._seeded)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._answers or self._in_flight)
+
+    def step(self) -> list[Delta | Refused]:
+        """Run one step and return what became known. An error fails the requests of its step, never the engine."""
+        answers, self._answers = self._answers, []
+        launched = self._launch(answers)
+        if self.runner.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            self._collect(*launched, answers)
+        return answers
+
+    def _launch(self, answers: list[Delta | Refused]) -> tuple[Plan, Callable[[], Sampled]] | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        self._steps += 1
+        try:
+            return plan, self.runner.launch(plan)
+        except Exception as error:
+            self._fail(plan, error, answers)
+            return None
+
+    def _collect(self, plan: Plan, wait: Callable[[], Sampled], answers: list[Delta | Refused]) -> None:
+        try:
+            tokens, logprobs = wait()
+        except Exception as error:
+            self._fail(plan, error, answers)
+            return
+        scheduler = self.scheduler
+        for i, (row, token) in enumerate(zip(plan.samples, tokens)):
+            request = plan.requests[row]
+            if request.finish_reason is not None:
+                continue
+            if token < 0:
+                self._end(request, "error")
+                answers.append(Delta(request.request_id, request.index, [], finish_reason="error", error=NOT_FINITE))
+                continue
+            scheduler.accept(request, token)
+            self._generated_tokens += 1
+            reason = None
+            if token in request.stop_ids:
+                reason = "stop"
+            elif len(request.tokens) >= request.max_tokens_total:
+                reason = "length"
+            if reason is not None:
+                self._end(request, reason)
+            entry = logprobs[i] if logprobs is not None else None
+            answers.append(
+                Delta(
+                    request.request_id, request.index, [token], None if entry is None else [entry], reason,
+                    request.cached_tokens,
+                )
+            )  # fmt: skip
+
+    def _fail(self, plan: Plan, error: Exception, answers: list[Delta | Refused]) -> None:
+        """A step did not run: its requests fail, and nothing that it may not have computed stays findable."""
+        for request in dict.fromkeys(plan.requests):
+            if request.finish_reason is None:
+                self._end(request, "error")
+                answers.append(
+                    Delta(request.request_id, request.index, [], finish_reason="error",
+                          error=f"the step failed: {type(error).__name__}: {error}")
+                )  # fmt: skip
+        self.scheduler.pool.forget_all()
+
+    def _end(self, request: Request, reason: str) -> None:
+        self.scheduler.finish(request, reason)
+        live = self._live[request.request_id]
+        live.remove(request)
+        if not live:
+            del self._live[request.request_id]
+
+    # ---- report -----------------------------------------------------------------------------------------------------
+
+    def info(self) -> Info:
+        scheduler, config = self.scheduler, self.config
+        return Info(
+            model=config.model_name,
+            scheme=config.scheme,
+            kv=config.kv,
+            max_context=self.max_context,
+            block_size=config.block_size,
+            num_blocks=self.runner.num_blocks,
+            free_blocks=scheduler.pool.num_free,
+            cached_blocks=scheduler.pool.num_cached,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            bytes_per_token=self.runner.bytes_per_token,
+        )

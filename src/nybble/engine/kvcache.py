@@ -1,0 +1,124 @@
+"""How many bytes the paged KV cache takes, and the tensors it is made of. Who uses which block is `blocks.py`'s business."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nybble.formats.numerics import FLOAT8
+from nybble.formats.spec import KV
+from nybble.kernels.types import LayerKV
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PARAMETER_BYTES = 4  # float16 scale and minimum per token and head
+DEFAULT_CPU_BYTES = 1 << 30
+DEFAULT_CUDA_FRACTION = 0.9
+
+
+class Shape(Protocol):
+    """What the cache needs to know of a model; `models.ModelConfig` has it."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the device's memory goes, in bytes, decided once at start."""
+
+    weights: int
+    workspace: int  # activations, logits, sampler state and graphs at the largest step
+    kv: int
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def __str__(self) -> str:
+        gib = lambda n: f"{n / 2**30:.2f} GiB"  # noqa: E731
+        return (
+            f"weights {gib(self.weights)}, workspace {gib(self.workspace)}, KV cache {gib(self.kv)} = {self.num_tokens} "
+            f"tokens in {self.num_blocks} blocks of {self.block_size}, {self.bytes_per_token} bytes per token"
+        )
+
+
+def bytes_per_token(config: Shape, kv_name: str) -> int:
+    """K and V of one token in all layers, scales and minima included.
+
+    Raises ValueError for an unknown `kv_name`, or an int4 cache with an odd head_dim.
+    """
+    check_name(kv_name, config)
+    per_head = config.head_dim * KV[kv_name].num.bits // 8 + (PARAMETER_BYTES if KV[kv_name].zero else 0)
+    return 2 * config.num_layers * config.num_kv_heads * per_head
+
+
+def allocate(
+    config: Shape,
+    kv_name: str,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    scales: Sequence[tuple[float, float] | None] | None = None,
+) -> list[LayerKV]:
+    """One zeroed `LayerKV` per layer. `dtype` replaces what a 16-bit or 32-bit type stores (a CPU computes in float32, and
+    its "bf16" cache may as well be one); integers and fp8 ignore it. `scales`: per layer (k_scale, v_scale), fp8 only."""
+    check_name(kv_name, config)
+    store = dtype if kv_name in FLOATS and dtype is not None else FLOATS.get(kv_name)
+    if store is None:
+        store = FLOAT8.get(KV[kv_name].num.name, torch.uint8)
+    width = config.head_dim // 2 if kv_name == "int4" else config.head_dim
+    shape = (num_blocks, config.num_kv_heads, block_size)
+
+    def zeros(last: int, of: torch.dtype) -> torch.Tensor:
+        # Through bytes: not every torch fills float8.
+        return torch.zeros(*shape, last * of.itemsize, dtype=torch.uint8, device=device).view(of)
+
+    layers = []
+    for layer in range(config.num_layers):
+        k_scale, v_scale = (scales[layer] if scales is not None else None) or (1.0, 1.0)
+        params = [zeros(2, torch.float16) if KV[kv_name].zero else None for _ in range(2)]
+        layers.append(LayerKV(kv_name, zeros(width, store), zeros(width, store), params[0], params[1], k_scale, v_scale))
+    return layers
+
+
+def check_name(kv_name: str, config: Shape) -> None:
+    if kv_name not in KV:
+        raise ValueError(f"kv = {kv_name!r} is not a KV cache type; there are {', '.join(KV)}")
+    if kv_name == "int4" and config.head_dim % 2:
+        raise ValueError(f"kv = 'int4' packs two channels a byte and head_dim is {config.head_dim}; int8 would do")
+
+
+def kv_budget(kv_memory: float | None, device: torch.device, workspace: int) -> int:
+    """Bytes for the cache. kv_memory: bytes (above 1), a fraction of the device's memory that everything together may use
+    (up to 1), or None: 0.9 of a GPU, 1 GiB (at most a quarter of the machine) on a CPU.
+
+    Raises ValueError when weights and workspace leave nothing.
+    """
+    if kv_memory is not None and kv_memory <= 0:
+        raise ValueError(f"kv_memory = {kv_memory}: wants bytes, or a fraction of the device up to 1")
+    if kv_memory is not None and kv_memory > 1:
+        budget = int(kv_memory)
+        if device.type == "cuda" and budget + workspace > torch.cuda.mem_get_info(device)[0]:
+            free = torch.cuda.mem_get_info(device)[0]
+            raise ValueError(f"kv_memory = {budget} bytes and a workspace of {workspace} do not fit in {free} bytes free")
+        return budget
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(total * (kv_memory or DEFAULT_CUDA_FRACTION)) - (total - free) - workspace
+        if budget <= 0:
+            raise ValueError(
+                f"weights and workspace ({workspace} bytes) leave no memory for the KV cache: {free} of {total} bytes are "
+                "free; lower max_batched_tokens or raise kv_memory"
+            )
+        return budget
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(machine * kv_memory) if kv_memory is not None else min(DEFAULT_CPU_BYTES, machine // 4)

@@ -1,0 +1,132 @@
+"""Messages between the HTTP server (or any client) and the engine process: msgspec structs, encoded as msgpack, never pickle.
+
+This is also the vocabulary of requests: `SamplingParams` here is what `nybble.LLM` users see.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request is sampled.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p in [0, 1] ([0, 1) for min_p). Penalties follow the OpenAI and
+    Hugging Face definitions: presence and frequency on generated tokens, repetition (CTRL, arXiv 1909.05858) on prompt and
+    generated tokens. seed: the request's own random stream, independent of what else is in the batch.
+    stop: strings, cut from the text unless `include_stop`. stop_token_ids: ids that end the request, like EOS.
+    max_tokens: None is up to the context's end. logprobs: None, or how many top alternatives per token (0: the chosen only).
+    n: completions per prompt; with a seed, completion i draws from its own stream.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    n: int = 1
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, ok, wanted in (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) to 100"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1"),
+            ("min_p", 0.0 <= self.min_p < 1.0, "0 up to, not including, 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0, up to 10"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more, or None"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20, or None"),
+            ("n", 1 <= self.n <= 128, "1 to 128"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1, or None"),
+            ("stop", all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: wants {wanted}")
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Start a request. The client has applied the chat template and tokenized."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Ask for an `Info` (counters and configuration)."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish nothing more, free everything, exit."""
+
+
+ToEngine = Submit | Abort | Ask | Shutdown
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Delta(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of one completion (`index` < n). Text is made by the client (`text.detokenize`); stop strings too, which
+    then sends `Abort`. finish_reason: None while running, else "stop" | "length" | "abort" | "error"."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request never ran. `field` names what was wrong with it."""
+
+    request_id: str
+    field: str
+    message: str
+
+
+class Info(msgspec.Struct, frozen=True, tag=True):
+    """What the engine is and how busy: everything /metrics, /health and /v1/models report."""
+
+    model: str
+    scheme: str
+    kv: str
+    max_context: int
+    block_size: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    running: int
+    waiting: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    bytes_per_token: int
+
+
+FromEngine = Delta | Refused | Info

@@ -1,0 +1,1 @@
+"""Number formats, quantized tensors and the scheme vocabulary: what the codes mean, never how a kernel lays them out."""

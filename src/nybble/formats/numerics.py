@@ -1,0 +1,65 @@
+"""The vocabulary's arithmetic: one place that says how a float becomes a code.
+
+Half-to-even rounding, codes of int8 activations clamped to +-127, fp8 by divide, clamp, cast (a bare cast overflows
+differently from one torch version to the next).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nybble.formats.qtensor import QTensor, expand
+from nybble.formats.spec import FP8, FP8_E5M2, FP8_FNUZ, Num, Spec
+
+FLOAT8 = {FP8.name: torch.float8_e4m3fn, FP8_FNUZ.name: torch.float8_e4m3fnuz, FP8_E5M2.name: torch.float8_e5m2}
+
+# A token whose largest magnitude is below this quantizes to zeros with a finite scale instead of dividing by zero.
+SMALLEST_ABSMAX = 1e-10
+
+
+def to_float8(x: Tensor, scale: Tensor | float, num: Num) -> Tensor:
+    """x / scale in fp32, clamped to the finite range, then cast. Same bytes on every torch version and device."""
+    return (x.float() / scale).clamp_(num.qmin, num.qmax).to(FLOAT8[num.name])
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-token symmetric int8. [M, K] float -> (int8 [M, K], float32 [M]); scale = max(absmax, eps) / 127.
+
+    Codes are rint(x * (127 / absmax)), the reciprocal taken once per row in fp32: what every kernel does.
+    """
+    wide = x.float()
+    absmax = wide.abs().amax(-1).clamp_min(SMALLEST_ABSMAX)
+    codes = torch.round(wide * (127.0 / absmax)[..., None]).clamp_(-127, 127)
+    return codes.to(torch.int8), absmax / 127.0
+
+
+def quantize_min_max(x: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Asymmetric over the last axis, as the KV cache stores it: (uint8 codes, float16 scale, float16 minimum).
+
+    The codes are computed against the *stored* half-precision scale and minimum, so that code * scale + minimum is the
+    nearest the cache can hold. A constant vector has scale 0, codes 0 and comes back as its minimum.
+    """
+    wide = x.float()
+    low, high = wide.amin(-1), wide.amax(-1)
+    scale = ((high - low) / levels).to(torch.float16)
+    minimum = low.to(torch.float16)
+    step = scale.float()
+    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
+    codes = torch.round((wide - minimum.float()[..., None]) * inverse[..., None]).clamp_(0, levels)
+    return codes.to(torch.uint8), scale, minimum
+
+
+def quantize_weight(weight: Tensor, spec: Spec, scale: Tensor, zero: Tensor | None = None) -> QTensor:
+    """Round a float [N, K] weight to the nearest code of `spec` for given scales ([N, K // group] fp32). Tiles with scale 0
+    get code 0 (or their zero): dead groups never become inf or NaN."""
+    n, k = weight.shape
+    wide = expand(scale, (n, k))
+    inverse = torch.where(wide > 0, 1.0 / wide, torch.zeros_like(wide))
+    values = weight.float() * inverse
+    if spec.num.kind == "float":
+        return QTensor(spec, values.clamp_(spec.num.qmin, spec.num.qmax).to(FLOAT8[spec.num.name]), scale)
+    if zero is not None:
+        values = values + expand(zero, (n, k))
+    codes = torch.round(values).clamp_(spec.num.qmin, spec.num.qmax).to(torch.int8)
+    return QTensor(spec, codes, scale, zero)

@@ -1,0 +1,234 @@
+"""Torch references: the meaning of every op, and what a device without better kernels runs.
+
+Not fast, and not promised to be bit-identical across batch sizes; every other kernel is tested against this file. Float
+arithmetic is fp32 unless said otherwise; the integer part of quantized products is exact int32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nybble.formats.numerics import FLOAT8, quantize_min_max, to_float8
+from nybble.formats.numerics import quantize_rows as quantize_row_codes
+from nybble.formats.qtensor import QTensor, dequantize, inner_codes
+from nybble.formats.spec import INT8, KV, PER_TOKEN_INT8
+from nybble.kernels.registry import LinearKernel, LinearShape, Ops
+from nybble.kernels.types import LayerKV, Rows, Step
+
+# ---- element-wise -------------------------------------------------------------------------------------------------
+
+
+def quantize_rows(x: Tensor) -> Rows:
+    """[M, K] float -> per-token symmetric int8 (`formats.numerics.quantize_rows`)."""
+    return Rows(*quantize_row_codes(x))
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: bool
+) -> tuple[Tensor | Rows, Tensor]:
+    """h = x + residual (rounded to x's dtype); y = h / rms(h) * weight. [M, H] -> (y or its int8 rows, h).
+
+    With `quantize` the rows are quantized from the fp32 y, before any rounding to 16 bits.
+    """
+    h = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    wide = h.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return (quantize_rows(y) if quantize else y.to(x.dtype)), h
+
+
+def silu_mul(gate_up: Tensor, quantize: bool) -> Tensor | Rows:
+    """silu(gate) * up, gate the first half of the last axis. [M, 2 I] -> [M, I] or its int8 rows (from fp32)."""
+    gate, up = gate_up.float().chunk(2, -1)
+    y = F.silu(gate) * up
+    return quantize_rows(y) if quantize else y.to(gate_up.dtype)
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [S, H] x weight [V, H]^T -> float32 [S, V]. Kernels that promise batch invariance override this."""
+    return F.linear(hidden.float(), weight.float())
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split pairing (x[i], x[i + R/2]). x [T, heads, D]; cos_sin float32 [P, R]: cos | sin halves.
+    R < D rotates the first R channels only."""
+    rotary = cos_sin.shape[1]
+    cos, sin = cos_sin[positions.long()][:, None, :].chunk(2, -1)
+    a, b = x[..., : rotary // 2].float(), x[..., rotary // 2 : rotary].float()
+    out = torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rotary:].float()), -1)
+    return out.to(x.dtype)
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over each head's channels (Qwen3). x [T, heads, D]."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def rope_write(
+    qkv: Tensor,
+    kv: LayerKV,
+    step: Step,
+    cos_sin: Tensor,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Split the fused projection, norm heads if asked, rotate Q and K, quantize K and V and write them to their slots.
+
+    qkv [T, (Hq + 2 Hkv) * D] -> rotated Q [T, Hq, D] in qkv's dtype. K is quantized after rotation. Slots < 0 are skipped.
+    """
+    tokens = qkv.shape[0]
+    head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q, k, v = qkv.view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    if q_norm is not None:
+        q = head_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = head_norm(k, k_norm, eps)
+    q, k = rotate(q, step.positions, cos_sin), rotate(k, step.positions, cos_sin)
+    kept = step.slots >= 0
+    block = (step.slots[kept] // kv.block_size)[:, None]
+    offset = (step.slots[kept] % kv.block_size)[:, None]
+    head = torch.arange(kv_heads, device=qkv.device)[None, :]
+    for values, codes, params, scale in (
+        (k[kept], kv.k, kv.k_params, kv.k_scale),
+        (v[kept], kv.v, kv.v_params, kv.v_scale),
+    ):
+        stored, scale_min = encode_kv(values, kv.name, scale)
+        if stored.dtype in FLOAT8.values():  # index_put has no float8
+            codes.view(torch.uint8)[block, head, offset] = stored.view(torch.uint8)
+        else:
+            codes[block, head, offset] = stored.to(codes.dtype)
+        if params is not None and scale_min is not None:
+            params[block, head, offset] = scale_min
+    return q
+
+
+def encode_kv(x: Tensor, name: str, scale: float) -> tuple[Tensor, Tensor | None]:
+    """[.., D] float -> what the cache stores and, for integers, float16 (scale, minimum) [.., 2]."""
+    if name in ("int8", "int4"):
+        codes, step, minimum = quantize_min_max(x, 255 if name == "int8" else 15)
+        if name == "int4":
+            low, high = codes.chunk(2, -1)
+            codes = low | (high << 4)
+        return codes, torch.stack((step, minimum), -1)
+    if name in ("fp8", "fp8_e5m2"):
+        return to_float8(x, scale, KV[name].num), None
+    return x, None
+
+
+def decode_kv(codes: Tensor, params: Tensor | None, name: str, scale: float) -> Tensor:
+    """The inverse of `encode_kv`, in fp32."""
+    if name == "int4":
+        codes = torch.cat((codes & 15, codes >> 4), -1)
+    if params is not None:
+        return codes.float() * params[..., :1].float() + params[..., 1:].float()
+    return codes.float() * scale
+
+
+def gather_kv(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` tokens of one row's K and V, dequantized. -> float32 [Hkv, length, D] each."""
+    out = []
+    for codes, params, scale in ((kv.k, kv.k_params, kv.k_scale), (kv.v, kv.v_params, kv.v_scale)):
+        if codes.dtype in FLOAT8.values():
+            picked = codes.view(torch.uint8)[blocks].view(codes.dtype)
+        else:
+            picked = codes[blocks]
+        values = decode_kv(picked, None if params is None else params[blocks], kv.name, scale)
+        out.append(values.transpose(0, 1).flatten(1, 2)[:, :length])
+    return out[0], out[1]
+
+
+def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> Tensor:
+    """Causal attention of each row's tokens over its paged cache. q [T, Hq, D] -> [T, Hq, D] in q's dtype.
+
+    The row's last token sees `context_len` tokens, the one before it one fewer, and so on; `window` > 0 limits each to the
+    last `window` of them, itself included. K and V, the row's own tokens too, are read back from the cache.
+    """
+    out = torch.empty_like(q)
+    starts = step.query_start.tolist()
+    for row, context in enumerate(step.context_len.tolist()):
+        first, last = starts[row], starts[row + 1]
+        blocks = step.block_table[row, : -(-context // kv.block_size)].long()
+        k, v = gather_kv(kv, blocks, context)
+        repeat = q.shape[1] // k.shape[0]
+        k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
+        scores = q[first:last].float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [Hq, L, context]
+        seen = torch.arange(context - (last - first), context, device=q.device)[:, None]
+        key = torch.arange(context, device=q.device)[None, :]
+        hidden = key > seen
+        if window:
+            hidden |= key <= seen - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[first:last] = (weights @ v).transpose(0, 1).to(q.dtype)
+    return out
+
+
+# ---- linear -------------------------------------------------------------------------------------------------------
+
+
+def int_product(codes: Tensor, weight: Tensor) -> Tensor:
+    """Exact int8 [M, K] x int8 [N, K]^T -> int32 [M, N]."""
+    if codes.device.type == "cpu":
+        return torch._int_mm(codes, weight.t())
+    return (codes.double() @ weight.double().t()).to(torch.int32)
+
+
+def _accepts_int8_act(shape: LinearShape) -> str | None:
+    weight = shape.scheme.weight
+    if weight is None or shape.scheme.act != PER_TOKEN_INT8:
+        return "wants quantized weights with int8 activations per token"
+    if weight.num.kind != "int" or weight.zero or shape.has_order:
+        return "wants symmetric integer weights in contiguous groups"
+    return None
+
+
+def _pack_int8_act(weight: QTensor | Tensor, shape: LinearShape) -> tuple[QTensor, torch.dtype]:
+    assert isinstance(weight, QTensor)
+    return weight.to(shape.device), shape.dtype
+
+
+def _run_int8_act(packed: tuple[QTensor, torch.dtype], x: Rows | Tensor) -> Tensor:
+    """y = act_scale * sum over groups of weight_scale * (exact int32 dot); one group per channel or on the int8 grid."""
+    weight, dtype = packed
+    assert isinstance(x, Rows)
+    if weight.over is not None:
+        out = int_product(x.codes, inner_codes(weight)).float() * weight.over.t()
+    else:
+        groups = weight.scale.shape[1]
+        width = weight.shape[1] // groups
+        out = torch.zeros(x.codes.shape[0], weight.shape[0], device=x.codes.device)
+        for g in range(groups):
+            part = slice(g * width, (g + 1) * width)
+            out += int_product(x.codes[:, part].contiguous(), weight.codes[:, part].contiguous()).float() * weight.scale[:, g]
+    return (out * x.scale[:, None]).to(dtype)
+
+
+def _accepts_float(shape: LinearShape) -> str | None:
+    if shape.scheme.act is not None and shape.scheme.act.num == INT8:
+        return "multiplies in floating point; the scheme wants int8 activations"
+    return None
+
+
+def _pack_float(weight: QTensor | Tensor, shape: LinearShape) -> Tensor:
+    dense = dequantize(weight) if isinstance(weight, QTensor) else weight
+    return dense.to(shape.device, shape.dtype)
+
+
+def _run_float(packed: Tensor, x: Rows | Tensor) -> Tensor:
+    assert isinstance(x, Tensor)
+    return F.linear(x, packed)
+
+
+KERNELS = (
+    LinearKernel("torch int8", _accepts_int8_act, _pack_int8_act, _run_int8_act, PER_TOKEN_INT8),
+    LinearKernel("torch", _accepts_float, _pack_float, _run_float, None),
+)
+
+OPS = Ops("torch", rms_norm, silu_mul, quantize_rows, rope_write, attention, logits)

@@ -1,0 +1,225 @@
+"""The engine in this process: `LLM(path).generate(...)`, and `pipeline(path)` for those who come from LMDeploy.
+
+No server, no sockets: a loop over `Engine.step`. What is generated does not depend on how prompts are batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nybble.engine.messages import Delta, Info, Refused, SamplingParams, Submit, TokenLogprob
+from nybble.serve.stream import TextStream
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+Progress = Callable[[str, float], None]  # what is being done, and how much of it in [0, 1]
+
+
+@dataclass
+class Response:
+    """One completion. `finish_reason`: "stop" | "length" | "error"; `index` counts the prompts, `choice` the `n` of each."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_token_len: int = 0
+    cached_tokens: int = 0
+    index: int = 0
+    choice: int = 0
+    error: str | None = None
+
+    @property
+    def generate_token_len(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a stream: text that will not change any more, and the completion so far."""
+
+    text: str
+    response: Response
+
+
+class LLM:
+    """A model, its tokenizer and an engine.
+
+    path: a Hugging Face directory (16-bit or quantized) or a .gguf. kv: a key of `formats.spec.KV`, or "auto": what the
+    checkpoint asks for, else 16 bits. device: "auto", "cpu", "cuda", "cuda:N". Further keywords are fields of
+    `engine.core.EngineConfig` (kv_memory, max_batch, max_batched_tokens, max_context, prefix_caching, chunked_prefill, ...).
+
+    Raises FileNotFoundError or ValueError with what was wrong and what would do.
+    """
+
+    def __init__(self, path: str | Path, *, kv: str = "auto", device: str = "auto", progress: Progress | None = None,
+                 **engine: Any) -> None:
+        from nybble.checkpoint import open_checkpoint
+        from nybble.engine.core import load_engine
+        from nybble.text import load_tokenizer
+
+        self.path = Path(path)
+        checkpoint = open_checkpoint(self.path)
+        self.tokenizer = load_tokenizer(self.path)
+        self.engine = load_engine(checkpoint, kv=kv, device=device, eos_ids=self.tokenizer.eos_ids, progress=progress,
+                                  **engine)
+        self._ids = count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        self.__dict__.pop("engine", None)
+
+    def info(self) -> Info:
+        return self.engine.info()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Complete one prompt (str or token ids) -> `Response` (a list of n with `params.n` > 1), or a list of prompts -> a
+        list of those, in order. `params`: one for all or one each. `on_token(count)` is called as tokens arrive.
+
+        Raises ValueError for a prompt that cannot run (empty, longer than the context), naming it; nothing is generated then.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        each = self._params_for(params, len(batch))
+        results: list[list[Response]] = []
+        for piece in self._run(batch, each):
+            response = piece.response
+            if on_token is not None:
+                on_token(len(response.token_ids))
+            if response.finish_reason is not None:
+                results.append([response])
+        by_prompt: list[list[Response]] = [[] for _ in batch]
+        for [response] in sorted(results, key=lambda r: (r[0].index, r[0].choice)):
+            by_prompt[response.index].append(response)
+        answers = [r[0] if p.n == 1 else r for r, p in zip(by_prompt, each)]
+        return answers[0] if single else answers
+
+    def chat(self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None) -> Any:
+        """Like `generate`, for lists of {"role", "content"} messages through the model's chat template."""
+        single = bool(conversations) and isinstance(conversations[0], dict)
+        batch = [conversations] if single else list(conversations)
+        answers = self.generate([self.render(messages) for messages in batch], params or SamplingParams(max_tokens=None))
+        return answers[0] if single else answers
+
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Pieces of text as they are generated. Leaving the loop early aborts the request."""
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            prompt = self.render(prompt)  # type: ignore[arg-type]
+        yield from self._run([prompt], self._params_for(params, 1))  # type: ignore[list-item]
+
+    def render(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn."""
+        return self.tokenizer.encode(self.tokenizer.chat(messages, add_generation_prompt=True), add_special=False)
+
+    def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * prompts
+        if len(params) != prompts:
+            raise ValueError(f"{len(params)} sampling params for {prompts} prompts: give one, or one for each")
+        return list(params)
+
+    def _run(self, prompts: list[Prompt], each: list[SamplingParams]) -> Iterator[Piece]:
+        live: dict[str, tuple[int, list[tuple[Response, TextStream]]]] = {}
+        try:
+            for index, (prompt, params) in enumerate(zip(prompts, each)):
+                token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                request_id = f"local-{next(self._ids)}"
+                refused = self.engine.submit(Submit(request_id, token_ids, params))
+                if refused is not None:
+                    raise ValueError(f"prompt {index}: {refused.field}: {refused.message}")
+                live[request_id] = (params.n, [
+                    (Response(input_token_len=len(token_ids), index=index, choice=choice),
+                     TextStream(self.tokenizer.stream(skip_special=params.skip_special_tokens), params.stop,
+                                params.include_stop, params.min_tokens))
+                    for choice in range(params.n)
+                ])
+            while live and self.engine.has_work:
+                for event in self.engine.step():
+                    if isinstance(event, Refused):
+                        raise ValueError(f"{event.field}: {event.message}")
+                    if event.request_id in live:
+                        yield from self._advance(event, live)
+        finally:
+            for request_id in live:
+                self.engine.abort(request_id)
+
+    def _advance(self, delta: Delta, live: dict[str, tuple[int, list[tuple[Response, TextStream]]]]) -> Iterator[Piece]:
+        response, stream = live[delta.request_id][1][delta.index]
+        if response.finish_reason is not None:
+            return
+        text, used = stream.push(delta.token_ids)
+        response.token_ids += delta.token_ids[:used]
+        response.logprobs += (delta.logprobs or [])[:used]
+        response.cached_tokens, response.error = delta.cached_tokens, delta.error
+        if delta.finish_reason is not None:
+            text += stream.finish()
+        response.finish_reason = "stop" if stream.stopped else delta.finish_reason
+        response.text += text
+        if response.finish_reason is not None:
+            running, choices = live[delta.request_id]
+            live[delta.request_id] = (running - 1, choices)
+            if running == 1:
+                del live[delta.request_id]
+                if stream.stopped:
+                    self.engine.abort(delta.request_id)
+        yield Piece(text, response)
+
+
+class Pipeline:
+    """LMDeploy's calling convention over `LLM`: strings get the chat template, lists of messages are conversations."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def __call__(self, prompts: Any, gen_config: SamplingParams | Sequence[SamplingParams] | None = None,
+                 do_preprocess: bool = True) -> Any:
+        """A string or a conversation -> `Response`; a list of them -> a list. `do_preprocess=False`: no template."""
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], dict))
+        batch = [self._ids(p, do_preprocess) for p in ([prompts] if single else prompts)]
+        answers = self.llm.generate(batch, gen_config or SamplingParams(temperature=0.0, max_tokens=512))
+        return answers[0] if single else answers
+
+    def stream_infer(self, prompt: Any, gen_config: SamplingParams | None = None,
+                     do_preprocess: bool = True) -> Iterator[Piece]:
+        """Pieces of one answer."""
+        return self.llm.stream(self._ids(prompt, do_preprocess), gen_config or SamplingParams(temperature=0.0, max_tokens=512))
+
+    def _ids(self, prompt: str | Messages, do_preprocess: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if not do_preprocess or not self.llm.tokenizer.has_chat_template:
+                return self.llm.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        return self.llm.render(prompt)
+
+    def close(self) -> None:
+        self.llm.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pipeline(path: str | Path, **options: Any) -> Pipeline:
+    """`pipeline(path)(["Hi!", "What is 4-bit quantization?"])`. Options are those of `LLM`."""
+    return Pipeline(LLM(path, **options))

@@ -1,0 +1,556 @@
+"""The OpenAI-compatible HTTP API over an engine client and a tokenizer.
+
+Not a process (that is `launch`) and no torch: requests are checked, tokenized and streamed here, the engine computes elsewhere.
+The one idea: an answer is an async iterator of pieces; streaming writes them as they come, not streaming adds them up, and
+whoever stops listening closes the iterator, which gives the engine its blocks back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from nybble.engine.client import EngineDead, RequestRefused
+from nybble.engine.messages import Info, SamplingParams, TokenLogprob
+from nybble.serve.metrics import Metrics
+from nybble.serve.page import PAGE
+from nybble.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RequestError,
+    TokenizeRequest,
+    check_messages,
+    decode,
+    schemas,
+)
+from nybble.serve.stream import Client, EngineFailed, Piece, merged, pieces
+from nybble.text import Tokenizer
+
+OPEN_PATHS = frozenset({"/", "/health", "/version"})
+BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/tokenize": TokenizeRequest,
+          "/detokenize": DetokenizeRequest}
+LONG_TEXT = 20_000  # characters from which text work leaves the event loop
+encode = msgspec.json.encode
+
+
+@dataclass(eq=False)
+class Server:
+    """What the routes share. info: the engine's last word; its name, context and pool do not change."""
+
+    client: Client
+    tokenizer: Tokenizer
+    name: str
+    max_waiting: int
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+    info: Info | None = None
+
+    async def refresh(self, timeout_seconds: float = 2.0) -> Info | None:
+        """The engine's figures now, or None when it is in a long step. Raises EngineDead."""
+        try:
+            self.info = await asyncio.wait_for(self.client.info(), timeout_seconds)
+        except TimeoutError:
+            return None
+        return self.info
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was complete."""
+
+
+def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | None = None, api_key: str | None = None,
+               max_waiting: int = 1024, max_body_bytes: int = 16 << 20) -> FastAPI:
+    """The application. Its routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
+    /metrics, /version and a chat page at /.
+
+    info: what the engine said when it was ready. name: what clients call the model (default: the engine's).
+    api_key: wanted as `Authorization: Bearer KEY` on all but /, /health and /version. max_waiting: requests without a first
+    token beyond which new ones get 503 with Retry-After. max_body_bytes: larger bodies get 413.
+    """
+    server = Server(client, tokenizer, name or info.model, max_waiting, info=info)
+    app = FastAPI(title="Nybble", version=version("nybble"), docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, metrics=server.metrics)
+    app.state.server = server
+
+    @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Chat completion, streamed or not."""
+        body = decode(ChatRequest, await request.body())
+        _check_model(server, body.model)
+        params = body.params()
+        token_ids = await _chat_ids(tokenizer, body.messages, True, body.chat_template_kwargs or {})
+        params = _fit(server, params, [token_ids], "messages", explicit=params.max_tokens is not None)
+        return await _answer(server, request, ChatAnswer(server, params, body), [token_ids], params)
+
+    @app.post("/v1/completions", openapi_extra=_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Text completion of one or several prompts, streamed or not."""
+        body = decode(CompletionRequest, await request.body())
+        _check_model(server, body.model)
+        params, prompts = body.params(), body.prompts()
+        token_ids = [await _ids(tokenizer, one) if isinstance(one, str) else one for one in prompts]
+        params = _fit(server, params, token_ids, "prompt", explicit=body.max_tokens is not None)
+        echo = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts] if body.echo else None
+        return await _answer(server, request, CompletionAnswer(server, params, body, echo), token_ids, params)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model served here."""
+        return _json({"object": "list", "data": [_model(server)]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        _check_model(server, model)
+        return _json(_model(server))
+
+    @app.post("/tokenize", openapi_extra=_body(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt, or of messages after the chat template."""
+        body = decode(TokenizeRequest, await request.body())
+        _check_model(server, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError(400, "send prompt or messages, one of them", param="prompt")
+        if body.messages is not None:
+            check_messages(body.messages)
+            ids = await _chat_ids(tokenizer, body.messages, body.add_generation_prompt, {})
+        else:
+            ids = await _ids(tokenizer, body.prompt, body.add_special_tokens)
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": server.info.max_context})
+
+    @app.post("/detokenize", openapi_extra=_body(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = decode(DetokenizeRequest, await request.body())
+        _check_model(server, body.model)
+        _check_ids(tokenizer, body.tokens, "tokens")
+        return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine lives (also in a long step), else 503."""
+        info = await server.refresh()
+        return _json({"status": "ok", "running": info.running, "waiting": info.waiting} if info else {"status": "busy"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        return Response(server.metrics.render(await server.refresh()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json({"version": app.version})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy":
+                        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"})
+
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(tuple(BODIES.values())))
+        return document
+
+    app.openapi = openapi
+    return app
+
+
+# Requests to tokens.
+
+def _check_model(server: Server, model: str | None) -> None:
+    if model is not None and model != server.name:
+        raise RequestError(404, f"the model {model!r} is not served here: this is {server.name!r}", param="model",
+                           code="model_not_found")
+
+
+async def _run(text_length: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return work(*args, **kwargs) if text_length < LONG_TEXT else await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def _ids(tokenizer: Tokenizer, text: str, add_special: bool = True) -> list[int]:
+    return await _run(len(text), tokenizer.encode, text, add_special=add_special)
+
+
+async def _chat_ids(tokenizer: Tokenizer, messages: list, add_generation_prompt: bool, kwargs: dict) -> list[int]:
+    if not tokenizer.has_chat_template:
+        raise RequestError(400, "this model has no chat template: use /v1/completions", param="messages")
+    turns = [message.rendered() for message in messages]
+    length = sum(len(turn["content"]) for turn in turns)
+    try:
+        text = await _run(length, tokenizer.chat, turns, add_generation_prompt=add_generation_prompt, **kwargs)
+    except Exception as error:  # a template is the checkpoint's program: it may refuse an order of roles, or fail
+        raise RequestError(400, f"the chat template refused the messages: {error}", param="messages") from None
+    return await _ids(tokenizer, text, add_special=False)
+
+
+def _check_ids(tokenizer: Tokenizer, token_ids: list[int], param: str) -> None:
+    if token_ids and max(token_ids) >= tokenizer.vocab_size:
+        raise RequestError(400, f"token id {max(token_ids)} is not in the vocabulary of {tokenizer.vocab_size}", param=param)
+
+
+def _fit(server: Server, params: SamplingParams, prompts: list[list[int]], param: str, explicit: bool) -> SamplingParams:
+    """params with max_tokens within the context. Raises RequestError when a prompt, or what was asked for, is too long."""
+    context, longest = server.info.max_context, max(map(len, prompts))
+    if not all(prompts):
+        raise RequestError(400, f"{param} has no tokens", param=param)
+    for token_ids in prompts:
+        _check_ids(server.tokenizer, token_ids, param)
+    wanted = params.max_tokens if explicit else 1
+    if longest + wanted > context:
+        raise RequestError(400, f"the model's context is {context} tokens; this asks for {longest + wanted} ({longest} in "
+                           f"{param}, {wanted} to generate)", param=param, code="context_length_exceeded")
+    room = context - longest
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > limit:
+        raise RequestError(400, f"min_tokens is {params.min_tokens}, but at most {limit} fit", param="min_tokens")
+    waiting = server.metrics.queued + len(prompts)
+    if waiting > server.max_waiting:
+        if len(prompts) > server.max_waiting:
+            raise RequestError(400, f"{len(prompts)} prompts at once; at most {server.max_waiting}", param=param)
+        raise RequestError(503, f"{server.metrics.queued} requests are waiting: try again later", code="overloaded",
+                           headers={"Retry-After": "1"})
+    return msgspec.structs.replace(params, max_tokens=limit)
+
+
+# Answers in OpenAI's shapes.
+
+class Answer:
+    """One request's answer: `chunk` makes the choices of a streamed event, `choice` one of a whole answer."""
+
+    streamed_as: str
+    whole_as: str
+    prefix: str
+
+    def __init__(self, server: Server, params: SamplingParams, body: ChatRequest | CompletionRequest) -> None:
+        self.tokenizer, self.params, self.stream = server.tokenizer, params, bool(body.stream)
+        self.usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
+        self.head = {"id": self.prefix + uuid4().hex, "created": int(time.time()), "model": server.name}
+
+    def opening(self, index: int) -> list[dict]:
+        """Choices to send before the first piece of completion `index`, one event each."""
+        raise NotImplementedError
+
+    def chunks(self, piece: Piece) -> list[dict]:
+        """Choices of the events that a piece makes."""
+        raise NotImplementedError
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
+        """A choice of the whole answer."""
+        raise NotImplementedError
+
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special=False)
+
+
+class ChatAnswer(Answer):
+    streamed_as, whole_as, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
+
+    def opening(self, index: int) -> list[dict]:
+        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
+
+    def chunks(self, piece: Piece) -> list[dict]:
+        out = []
+        if piece.text or piece.logprobs:
+            out.append(self._chunk(piece.index, {"content": piece.text}, self._logprobs(piece.logprobs)))
+        if piece.finish_reason:
+            out.append(self._chunk(piece.index, {}, None, piece.finish_reason))
+        return out
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
+        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+
+    @staticmethod
+    def _chunk(index: int, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> dict:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> dict | None:
+        if self.params.logprobs is None:
+            return None
+        return {"content": [{**self._token(one.token_id, one.logprob), "top_logprobs": [
+            self._token(*pair) for pair in one.top[: self.params.logprobs]]} for one in tokens], "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict:
+        return {"token": self.token_text(token_id), "logprob": max(logprob, -9999.0),
+                "bytes": list(self.tokenizer.token_bytes(token_id))}
+
+
+class CompletionAnswer(Answer):
+    streamed_as, whole_as, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, server: Server, params: SamplingParams, body: CompletionRequest, echo: list[str] | None) -> None:
+        super().__init__(server, params, body)
+        self._echo, self._offsets = echo, {}
+
+    def opening(self, index: int) -> list[dict]:
+        return [self._choice(index, self._echo[index // self.params.n], None, None)] if self._echo else []
+
+    def chunks(self, piece: Piece) -> list[dict]:
+        if not (piece.text or piece.logprobs or piece.finish_reason):
+            return []
+        return [self._choice(piece.index, piece.text, self._logprobs(piece.index, piece.logprobs), piece.finish_reason)]
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
+        echo = self._echo[index // self.params.n] if self._echo else ""
+        return self._choice(index, echo + text, self._logprobs(index, logprobs), reason)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, tokens: list[TokenLogprob]) -> dict | None:
+        if self.params.logprobs is None:
+            return None
+        out: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in tokens:
+            text, offset = self._name(one.token_id), self._offsets.get(index, 0)
+            self._offsets[index] = offset + len(self.token_text(one.token_id))
+            pairs = [(one.token_id, one.logprob), *one.top[: self.params.logprobs]]
+            for key, value in (("tokens", text), ("token_logprobs", max(one.logprob, -9999.0)), ("text_offset", offset),
+                               ("top_logprobs", {self._name(i): max(p, -9999.0) for i, p in pairs})):
+                out[key].append(value)
+        return out
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; where that is not text of its own, its bytes, as OpenAI writes them, so that keys differ."""
+        text = self.token_text(token_id)
+        return text if "�" not in text else "bytes:" + "".join(f"\\x{b:02x}" for b in self.tokenizer.token_bytes(token_id))
+
+
+class Usage:
+    """Token counts of one answer: each prompt once, every generated token of every completion."""
+
+    def __init__(self, prompts: list[list[int]], n: int) -> None:
+        self._prompt, self._n, self._generated, self._cached = sum(map(len, prompts)), n, 0, [0] * len(prompts)
+
+    def add(self, piece: Piece) -> None:
+        self._generated += piece.num_tokens
+        if piece.index % self._n == 0:  # the first completion says what the prompt found in the cache
+            prompt = piece.index // self._n
+            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+
+    def as_dict(self) -> dict:
+        return {"prompt_tokens": self._prompt, "completion_tokens": self._generated,
+                "total_tokens": self._prompt + self._generated, "prompt_tokens_details": {"cached_tokens": sum(self._cached)}}
+
+
+async def _answer(server: Server, request: Request, answer: Answer, prompts: list[list[int]],
+                  params: SamplingParams) -> Response:
+    """Submit, wait for the first piece (so that a refusal is still an HTTP error), then stream or collect."""
+    usage = Usage(prompts, params.n)
+    stream = merged([pieces(server.client, server.tokenizer, token_ids, params, server.metrics, first_index=i * params.n)
+                     for i, token_ids in enumerate(prompts)])
+    if answer.stream:
+        first = await until_gone(request.receive, anext(stream))
+        return EventStream(_events(answer, usage, first, stream))
+    return _json(await until_gone(request.receive, _collect(answer, usage, stream, len(prompts) * params.n)))
+
+
+async def _collect(answer: Answer, usage: Usage, stream: AsyncIterator[Piece], count: int) -> dict:
+    texts: list[list[str]] = [[] for _ in range(count)]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
+    reasons = ["stop"] * count
+    async with aclosing(stream):
+        async for piece in stream:
+            usage.add(piece)
+            texts[piece.index].append(piece.text)
+            logprobs[piece.index] += piece.logprobs
+            reasons[piece.index] = piece.finish_reason or reasons[piece.index]
+    choices = [answer.choice(i, "".join(texts[i]), logprobs[i], reasons[i]) for i in range(count)]
+    return {**answer.head, "object": answer.whole_as, "choices": choices, "usage": usage.as_dict()}
+
+
+async def _events(answer: Answer, usage: Usage, first: Piece, stream: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, ended by [DONE]."""
+    head = {**answer.head, "object": answer.streamed_as}
+    tail = {"usage": None} if answer.usage_wanted else {}
+    opened: set[int] = set()
+
+    def events(piece: Piece) -> bytes:
+        usage.add(piece)
+        choices = [] if piece.index in opened else answer.opening(piece.index)
+        opened.add(piece.index)
+        return b"".join(_event({**head, "choices": [one], **tail}) for one in choices + answer.chunks(piece))
+
+    async with aclosing(stream):
+        try:
+            yield events(first)
+            async for piece in stream:
+                if body := events(piece):
+                    yield body
+            if answer.usage_wanted:
+                yield _event({**head, "choices": [], "usage": usage.as_dict()})
+        except Exception as error:
+            if (known := _as_request_error(error)) is None:
+                raise
+            yield _event({"error": known.error})
+        yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict) -> bytes:
+    return b"data: " + encode(data) + b"\n\n"
+
+
+def _json(data: dict, status: int = 200) -> Response:
+    return Response(encode(data), status, media_type="application/json")
+
+
+def _model(server: Server) -> dict:
+    info = server.info
+    return {"id": server.name, "object": "model", "created": server.created, "owned_by": "nybble",
+            "max_model_len": info.max_context, "scheme": info.scheme, "kv_cache": info.kv}
+
+
+def _body(kind: type) -> dict:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+# Hanging up.
+
+async def until_gone(receive: Callable[[], Awaitable[dict]], work: Coroutine) -> Any:
+    """work's result. When the client hangs up first, cancels work, waits for its clean-up, and raises ClientGone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(gone()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientGone
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends what an async iterator yields; closes it whether the client stays or hangs up."""
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        async def pump() -> None:
+            async with aclosing(self._events) as events:
+                async for body in events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await until_gone(receive, pump())
+        except ClientGone:
+            pass
+
+
+def path_of(scope: dict) -> str:
+    """The route's path: what clients make up must not grow the metrics."""
+    return getattr(scope.get("route"), "path", "other")
+
+
+class Gate:
+    """ASGI middleware before everything: API key, body size, and the count of answers by status."""
+
+    def __init__(self, app: Callable, api_key: str | None, max_body_bytes: int, metrics: Metrics) -> None:
+        self._app, self._limit, self._metrics = app, max_body_bytes, metrics
+        self._key = None if api_key is None else b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, path, size = dict(scope["headers"]), scope["path"], 0
+
+        async def counted(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responses.labels(path_of(scope), message["status"]).inc()
+            await send(message)
+
+        async def limited() -> dict:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise HTTPException(413, f"the body is larger than {self._limit} bytes")
+            return message
+
+        error = None
+        if self._key and path not in OPEN_PATHS and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+            error = RequestError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key",
+                                 headers={"WWW-Authenticate": "Bearer"})
+        elif int(headers.get(b"content-length", b"0")) > self._limit:
+            error = RequestError(413, f"the body is larger than {self._limit} bytes", headers={"Connection": "close"})
+        if error is not None:
+            await _error(error)(scope, receive, counted)
+            return
+        try:
+            await self._app(scope, limited, counted)
+        except Exception:  # answered outside of this middleware
+            self._metrics.responses.labels(path_of(scope), 500).inc()
+            raise
+
+
+# Errors as OpenAI's error object.
+
+def _as_request_error(error: Exception) -> RequestError | None:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, RequestRefused):
+        return RequestError(400, error.refused.message, param=error.refused.field)
+    if isinstance(error, EngineDead):
+        return RequestError(503, f"the engine is down: {error}", code="engine_dead")
+    if isinstance(error, EngineFailed):
+        return RequestError(500, f"the engine failed: {error}", code="engine_error")
+    return None
+
+
+def _error(error: RequestError) -> Response:
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+
+
+async def _on_known(_: Request, error: Exception) -> Response:
+    return _error(_as_request_error(error))
+
+
+async def _on_http(_: Request, error: HTTPException) -> Response:
+    return _error(RequestError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+
+async def _on_invalid(_: Request, error: RequestValidationError) -> Response:
+    return _error(RequestError(400, "; ".join(str(one.get("msg")) for one in error.errors())))
+
+
+async def _on_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; the count of answers does
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    return _error(RequestError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+
+
+HANDLERS: dict[type[Exception], Callable] = {
+    RequestError: _on_known, RequestRefused: _on_known, EngineDead: _on_known, EngineFailed: _on_known,
+    ClientGone: _on_gone, HTTPException: _on_http, RequestValidationError: _on_invalid, Exception: _on_bug,
+}

@@ -1,0 +1,110 @@
+"""What /metrics says: requests and latencies as the server sees them, and the engine's own counters at the time of the scrape.
+
+Not a global: every app has its own registry. The one idea: the engine counts for itself (`Info`), the server adds only what a
+client feels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from nybble.engine.messages import Info
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """One server's figures. `queued` and `active` are plain counts, the server's own view of its load."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._info: Info | None = None
+        self.queued = self.active = 0
+        kept = {"registry": self._registry}
+        self.responses = Counter("nybble_http_responses", "Answers by path and status.", ["path", "status"], **kept)
+        self._finished = Counter("nybble_completions", "Ended completions by reason.", ["finish_reason"], **kept)
+        self._first = Histogram("nybble_time_to_first_token_seconds", "From the request to its first token.",
+                                buckets=SECONDS, **kept)
+        self._between = Histogram("nybble_inter_token_seconds", "Between tokens of one completion.",
+                                  buckets=SECONDS_PER_TOKEN, **kept)
+        self._whole = Histogram("nybble_request_seconds", "From the request to its last token.", buckets=SECONDS, **kept)
+        Gauge("nybble_server_requests_active", "Prompts being answered, as the server counts.", **kept).set_function(
+            lambda: self.active)
+        self._registry.register(self)
+
+    def request(self, n: int) -> RequestTimer:
+        """Start the clock of one prompt with n completions."""
+        return RequestTimer(self, n)
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The engine's figures, for the registry."""
+        info = self._info
+        if info is None:
+            return
+        used = info.num_blocks - info.free_blocks
+        for name, text, value in (
+            ("requests_running", "Requests in the batch.", info.running),
+            ("requests_waiting", "Requests waiting for their turn.", info.waiting),
+            ("kv_cache_usage_ratio", "Share of KV cache blocks in use.", used / max(info.num_blocks, 1)),
+            ("kv_cache_blocks", "KV cache blocks.", info.num_blocks),
+            ("kv_cache_free_blocks", "KV cache blocks that nobody holds.", info.free_blocks),
+            ("kv_cache_prefix_blocks", "KV cache blocks kept for their prefix.", info.cached_blocks),
+            ("kv_cache_bytes_per_token", "Bytes of KV cache per token.", info.bytes_per_token),
+        ):
+            yield GaugeMetricFamily(f"nybble_{name}", text, value)
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens taken in.", info.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", info.generated_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", info.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found there.", info.prefix_hits),
+            ("preemptions", "Requests put back for lack of blocks.", info.preemptions),
+            ("engine_steps", "Forward passes.", info.steps),
+        ):
+            yield CounterMetricFamily(f"nybble_{name}", text, value)
+
+    def render(self, info: Info | None) -> bytes:
+        """Prometheus text format. info: None keeps the engine's last known figures."""
+        self._info = info or self._info
+        return generate_latest(self._registry)
+
+
+class RequestTimer:
+    """The clock of one prompt, from its start to `close`."""
+
+    def __init__(self, metrics: Metrics, n: int) -> None:
+        from time import perf_counter
+
+        self._metrics, self._started, self._last = metrics, perf_counter(), [0.0] * n
+        self._open, self._waiting = n, True
+        metrics.active += 1
+        metrics.queued += 1
+
+    def tokens(self, index: int, count: int, now: float) -> None:
+        if not count:
+            return
+        if self._waiting:
+            self._waiting = False
+            self._metrics.queued -= 1
+            self._metrics._first.observe(now - self._started)
+        if self._last[index]:
+            for _ in range(count):
+                self._metrics._between.observe((now - self._last[index]) / count)
+        self._last[index] = now
+
+    def finished(self, reason: str) -> None:
+        self._open -= 1
+        self._metrics._finished.labels(reason).inc()
+        if not self._open:
+            self._metrics._whole.observe(max(self._last) - self._started)
+
+    def failed(self, reason: str) -> None:
+        if self._open:
+            self._metrics._finished.labels(reason).inc(self._open)
+
+    def close(self) -> None:
+        self._metrics.active -= 1
+        self._metrics.queued -= self._waiting

@@ -1,0 +1,180 @@
+"""From one prompt's engine deltas to pieces of text: detokenizing, stop strings, and giving the blocks back.
+
+It knows neither HTTP nor the OpenAI shapes. The one idea: text leaves here only when it can no longer change and can no longer
+turn out to be the start of a stop string, so what was sent is never taken back, however the tokens were cut into deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from uuid import uuid4
+
+from nybble.engine.messages import Delta, Info, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from nybble.serve.metrics import Metrics
+    from nybble.text import Detokenizer, Tokenizer
+
+
+class Client(Protocol):
+    """What the server asks of the engine: `engine.client.EngineClient`."""
+
+    def generate(self, request_id: str, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Delta]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def info(self) -> Info: ...
+
+
+class EngineFailed(Exception):
+    """The engine ended the request without an answer."""
+
+
+class Piece(NamedTuple):
+    """What one delta added to completion `index`. num_tokens counts also the tokens whose text was cut or is held back."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob]
+    num_tokens: int
+    cached_tokens: int
+    finish_reason: str | None
+
+
+class TextStream:
+    """Token ids in, text out, up to the first stop string.
+
+    Of several stop strings the one that is complete first wins (of equals the longest), as if tokens had come one by one
+    character. Stop strings are not looked for in the text of the first min_tokens - 1 tokens.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), include_stop: bool = False,
+                 min_tokens: int = 0) -> None:
+        self._detokenizer, self._stop, self._include, self._min_tokens = detokenizer, stop, include_stop, min_tokens
+        self._held, self._count, self.stopped = "", 0, False
+
+    def push(self, token_ids: list[int]) -> tuple[str, int]:
+        """Text that is final now, and how many of the ids were used: fewer than given when a stop string ended it."""
+        if not self._stop:
+            return self._detokenizer.push(token_ids), len(token_ids)
+        text = ""
+        for used, token_id in enumerate(token_ids, 1):
+            self._count += 1
+            text += self._scan(self._detokenizer.push([token_id]))
+            if self.stopped:
+                return text, used
+        return text, len(token_ids)
+
+    def finish(self) -> str:
+        """The rest, after the last push."""
+        if self.stopped:
+            return ""
+        text = self._scan(self._detokenizer.flush())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _scan(self, new: str) -> str:
+        if not new or self._count < self._min_tokens or not self._stop:
+            return new
+        text = self._held + new
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            self.stopped, self._held = True, ""
+            return text[: end if self._include else start]
+        keep = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep:]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that is a beginning of stop."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, metrics: Metrics,
+                 first_index: int = 0) -> AsyncIterator[Piece]:
+    """The completions first_index .. first_index + params.n - 1 of one prompt, as they come.
+
+    Closing the iterator early, or a stop string in every completion, aborts the request in the engine. Raises EngineFailed,
+    and whatever the client raises when the engine refuses the request or is dead.
+    """
+    request_id, live = uuid4().hex, set(range(params.n))
+    texts = [TextStream(tokenizer.stream(skip_special=params.skip_special_tokens), params.stop, params.include_stop,
+                        params.min_tokens) for _ in range(params.n)]
+    done_by_engine: set[int] = set()
+    timer = metrics.request(params.n)
+    try:
+        async with aclosing(client.generate(request_id, token_ids, params)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    done_by_engine.add(delta.index)
+                if delta.finish_reason in ("error", "abort"):
+                    raise EngineFailed(delta.error or "the engine ended the request")
+                if delta.index not in live:
+                    continue
+                stream = texts[delta.index]
+                text, used = stream.push(delta.token_ids)
+                timer.tokens(delta.index, used, time.perf_counter())
+                if delta.finish_reason is not None:
+                    text += stream.finish()
+                reason = "stop" if stream.stopped else delta.finish_reason
+                if reason is not None:
+                    live.discard(delta.index)
+                    timer.finished(reason)
+                yield Piece(first_index + delta.index, text, (delta.logprobs or [])[:used], used, delta.cached_tokens,
+                            reason)
+                if not live:
+                    break
+        if live:
+            raise EngineFailed("the engine's answer ended early")
+    except EngineFailed:
+        timer.failed("error")
+        raise
+    except (GeneratorExit, asyncio.CancelledError):
+        timer.failed("abort")
+        raise
+    except Exception:
+        timer.failed("refused")
+        raise
+    finally:
+        timer.close()
+        if len(done_by_engine) < params.n:
+            await client.abort(request_id)
+
+
+async def merged(streams: list[AsyncIterator[Piece]]) -> AsyncIterator[Piece]:
+    """All of the streams' pieces as they come; the first error ends all. Closing it closes every stream."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for piece in only:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncIterator[Piece]) -> None:
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    queue.put_nowait(piece)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

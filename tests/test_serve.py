@@ -1,0 +1,572 @@
+"""The HTTP API on the wire: a real uvicorn server on loopback, the `openai` client, and an engine whose tokens are known.
+
+The engine here is scripted (asyncio, the same interface as EngineClient) so that every expected value is stated in this file:
+its tokenizer is byte level without merges, so token id b is byte b, and an answer is the bytes of a text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from nybble.engine.client import EngineDead, RequestRefused
+from nybble.engine.messages import Delta, Info, Refused, TokenLogprob
+from nybble.serve.app import create_app
+from nybble.text import load_tokenizer
+
+END, START, BOS = 256, 257, 258
+ANSWER = "Grüße, 🌍! The end."
+CONTEXT, BLOCKS = 512, 1000
+TEMPLATE = ("{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}{% if shout %}LOUD {% endif %}")
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer folder whose ids are bytes: GPT-2's byte alphabet, no merges, three special tokens."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    vocab = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    special = [{"id": i, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False} for i, text in ((END, "<|end|>"), (START, "<|start|>"), (BOS, "<s>"))]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    (folder / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": special, "normalizer": None, "pre_tokenizer": level, "post_processor": None,
+        "decoder": level, "model": {"type": "BPE", "vocab": vocab, "merges": []}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>",
+                                                              "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": END, "bos_token_id": BOS, "vocab_size": 259}))
+    return folder
+
+
+class ScriptedEngine:
+    """Answers `ANSWER`, or what follows "echo:" in the prompt. Blocks come back at an end, or on abort, and only then."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.held: dict[str, int] = {}
+        self.aborted: list[str] = []
+        self.params: list = []
+        self.prompts: list[list[int]] = []
+        self.per_delta, self.pause, self.stall_after, self.fail_after, self.dead = 1, 0.0, None, None, False
+
+    @property
+    def free_blocks(self) -> int:
+        return BLOCKS - sum(self.held.values())
+
+    async def generate(self, request_id, token_ids, params):
+        if self.dead:
+            raise EngineDead("it was killed")
+        if b"refuse me" in bytes(i for i in token_ids if i < 256):
+            raise RequestRefused(Refused(request_id, "prompt", "no thanks"))
+        self.params.append(params)
+        self.prompts.append(token_ids)
+        self.held[request_id] = 1 + len(token_ids) // 16
+        answer = list(ANSWER.encode())
+        text = bytes(i if i < 256 else 0 for i in token_ids)
+        if b"echo:" in text:
+            answer = list(text.split(b"echo:")[1].split(b"\0")[0])
+        answer = [*answer, END][: params.max_tokens]
+        reason = "stop" if answer[-1] == END else "length"
+        for at in range(0, len(answer), self.per_delta):
+            await asyncio.sleep(self.pause)
+            if self.fail_after is not None and at >= self.fail_after:
+                self.held.pop(request_id)
+                yield Delta(request_id, 0, [], finish_reason="error", error="out of luck")
+                return
+            if self.stall_after is not None and at >= self.stall_after:
+                await asyncio.Event().wait()
+            ids = answer[at : at + self.per_delta]
+            last = at + self.per_delta >= len(answer)
+            if last:
+                self.held.pop(request_id)
+            for index in range(params.n):
+                logprobs = None
+                if params.logprobs is not None:
+                    logprobs = [TokenLogprob(i, -0.25, [(i, -0.25), (65, -1.5)][: params.logprobs]) for i in ids]
+                yield Delta(request_id, index, ids, logprobs, reason if last else None, cached_tokens=16)
+
+    async def abort(self, request_id):
+        self.aborted.append(request_id)
+        self.held.pop(request_id, None)
+
+    async def info(self):
+        if self.dead:
+            raise EngineDead("it was killed")
+        return Info("scripted", "w4a8_g128", "int8", CONTEXT, 16, BLOCKS, self.free_blocks, 0, len(self.held), 0, 3, 7, 11, 13,
+                    17, 19, 1234)
+
+
+@contextlib.contextmanager
+def serving(app):
+    """The app on a free loopback port, in its own thread and event loop: (base url, loop)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2))
+    box = {}
+
+    async def main():
+        box["loop"] = asyncio.get_running_loop()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", box["loop"]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+    assert not thread.is_alive()
+
+
+def eventually(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "did not come true in time"
+        time.sleep(0.005)
+    return value
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+
+
+@pytest.fixture(scope="module")
+def world(tokenizer):
+    engine = ScriptedEngine()
+    app = create_app(engine, tokenizer, asyncio.run(engine.info()), max_body_bytes=100_000)
+    with serving(app) as (url, loop):
+        yield engine, url, loop, app
+
+
+@pytest.fixture
+def engine(world):
+    world[0].reset()
+    yield world[0]
+    eventually(lambda: world[0].free_blocks == BLOCKS)
+    metrics = world[3].state.server.metrics
+    eventually(lambda: (metrics.active, metrics.queued) == (0, 0))
+
+
+@pytest.fixture
+def url(world):
+    return world[1]
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def chat(client, text="hi", **options):
+    return client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": text}], **options)
+
+
+def test_chat(engine, client):
+    answer = chat(client)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
+    assert choice.logprobs is None
+    assert answer.object == "chat.completion"
+    assert answer.model == "scripted"
+    prompt = [START, *b"user\nhi", END, START, *b"assistant\n"]
+    assert engine.prompts == [prompt]
+    used = answer.usage
+    assert (used.prompt_tokens, used.completion_tokens) == (len(prompt), len(ANSWER.encode()) + 1)
+    assert used.total_tokens == used.prompt_tokens + used.completion_tokens
+    assert used.prompt_tokens_details.cached_tokens == 16
+    assert engine.params[0].max_tokens == CONTEXT - len(prompt)
+    assert engine.aborted == []
+
+
+@pytest.mark.parametrize("per_delta", [1, 3, 100])
+def test_chat_stream(engine, client, per_delta):
+    engine.per_delta = per_delta
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert {c.object for c in chunks} == {"chat.completion.chunk"}
+    assert len({(c.id, c.created, c.model) for c in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(texts) == ANSWER
+    assert not any("�" in text for text in texts)  # the four bytes of the globe came in parts
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-2:] == [None, "stop"]
+    assert all(c.usage is None for c in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(ANSWER.encode()) + 1
+
+
+def test_stream_on_the_wire(engine, url):
+    """The bytes of the event stream, without a client library."""
+    body = {"model": "scripted", "prompt": "x", "stream": True, "max_tokens": 2}
+    with httpx.stream("POST", url + "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.read().decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert [(e["choices"][0]["text"], e["choices"][0]["finish_reason"]) for e in events] == [("G", None), ("r", "length")]
+    assert set(events[0]) == {"id", "object", "created", "model", "choices"}
+
+
+@pytest.mark.parametrize("per_delta", [1, 4, 100])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "include", "text"), [
+    ("The", False, "Grüße, 🌍! "), (["zzz", "🌍! T"], False, "Grüße, "), (["ß", "üß"], True, "Grüß"),
+    ("end.!", False, ANSWER)])
+def test_stop_strings(engine, client, per_delta, stream, stop, include, text):
+    engine.per_delta = per_delta
+    answer = chat(client, stop=stop, stream=stream, extra_body={"include_stop_str_in_output": include})
+    if stream:
+        chunks = list(answer)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
+        if text != ANSWER:
+            stopped = ANSWER.encode().index((text if include else text + (stop if isinstance(stop, str) else "🌍! T")).encode())
+            end = stopped + len((text if include else text + (stop if isinstance(stop, str) else "🌍! T")).encode())
+            assert answer.usage.completion_tokens == end
+    whole = len(ANSWER.encode()) + 1
+    assert len(engine.aborted) == (text != ANSWER and per_delta < whole)  # nothing to abort once the engine had ended
+
+
+def test_stop_waits_for_min_tokens(engine, client):
+    answer = client.completions.create(model="scripted", prompt="echo:ab ab ab", stop="ab", max_tokens=20,
+                                       extra_body={"min_tokens": 4})
+    assert answer.choices[0].text == "ab "  # the second: the first ended before the fourth token
+
+
+def test_n_and_logprobs(engine, client):
+    answer = chat(client, n=3, logprobs=True, top_logprobs=2, max_tokens=3)
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert choice.message.content == "Gr�"  # the third byte is half of ü
+        assert choice.finish_reason == "length"
+        first, _, third = choice.logprobs.content
+        assert (first.token, first.bytes, first.logprob) == ("G", [71], -0.25)
+        assert [(t.token, t.logprob) for t in first.top_logprobs] == [("G", -0.25), ("A", -1.5)]
+        assert third.bytes == [0xC3]
+    assert answer.usage.completion_tokens == 9
+    assert answer.usage.prompt_tokens_details.cached_tokens == 16
+    chunks = list(chat(client, n=2, logprobs=True, max_tokens=3, stream=True))
+    for index in range(2):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        tokens = [t for c in mine if c.logprobs for t in c.logprobs.content]
+        assert [(t.token, t.top_logprobs) for t in tokens[:2]] == [("G", []), ("r", [])]
+        assert len(tokens) == 3
+        assert "".join(c.delta.content or "" for c in mine) == "Gr�"
+
+
+def test_completions_of_every_prompt_form(engine, client):
+    for prompt, echoed in (("ab", ["ab"]), (["ab", "cd"], ["ab", "cd"]), ([97, 98], ["ab"]), ([[97], [98, 99]], ["a", "bc"])):
+        answer = client.completions.create(model="scripted", prompt=prompt, max_tokens=1, n=2, echo=True)
+        assert [c.text for c in answer.choices] == [text + "G" for text in echoed for _ in range(2)]
+        assert [c.index for c in answer.choices] == list(range(2 * len(echoed)))
+        assert answer.usage.completion_tokens == 2 * len(echoed)
+        assert answer.usage.prompt_tokens == sum(map(len, echoed))
+        assert answer.usage.prompt_tokens_details.cached_tokens == 16 * len(echoed)
+        streamed = [""] * (2 * len(echoed))
+        for chunk in client.completions.create(model="scripted", prompt=prompt, max_tokens=1, n=2, echo=True, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert streamed == [c.text for c in answer.choices]
+    assert client.completions.create(model="scripted", prompt="ab").usage.completion_tokens == 16  # OpenAI's default
+
+
+def test_completion_logprobs(engine, client):
+    got = client.completions.create(model="scripted", prompt="echo:aü", max_tokens=3, logprobs=1).choices[0].logprobs
+    assert got.tokens == ["a", "bytes:\\xc3", "bytes:\\xbc"]
+    assert got.token_logprobs == [-0.25] * 3
+    assert got.top_logprobs[0] == {"a": -0.25}
+    assert got.text_offset == [0, 1, 2]
+
+
+def test_sampling_fields_reach_the_engine(engine, client):
+    chat(client, temperature=0.5, top_p=0.9, seed=7, presence_penalty=-1, frequency_penalty=1.5, max_completion_tokens=4,
+         stop=["q"], user="me", extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 1,
+                                            "ignore_eos": True, "stop_token_ids": [5], "skip_special_tokens": False})
+    p = engine.params[0]
+    assert (p.temperature, p.top_p, p.seed, p.presence_penalty, p.frequency_penalty) == (0.5, 0.9, 7, -1, 1.5)
+    assert (p.max_tokens, p.stop, p.top_k, p.min_p, p.repetition_penalty) == (4, ("q",), 3, 0.1, 1.2)
+    assert (p.min_tokens, p.ignore_eos, p.stop_token_ids, p.skip_special_tokens) == (1, True, (5,), False)
+    chat(client)
+    assert (engine.params[1].temperature, engine.params[1].top_p, engine.params[1].seed) == (1.0, 1.0, None)
+
+
+def test_template_inputs_and_special_tokens(engine, client):
+    messages = [{"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
+                {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}]
+    answer = client.chat.completions.create(model="scripted", messages=messages, extra_body={
+        "chat_template_kwargs": {"shout": True}, "skip_special_tokens": False})
+    assert engine.prompts[0] == [START, *b"system\nbe kind", END, START, *b"assistant\nyes", END, START, *b"assistant\nLOUD "]
+    assert answer.choices[0].message.content == ANSWER + "<|end|>"
+
+
+BAD = [
+    ({"bogus": 1}, "bogus"), ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"), ({"n": 10**30}, "n"), ({"seed": -1}, "seed"), ({"seed": 2**64}, "seed"), ({"stop": ""}, "stop"),
+    ({"stop": ["a", 1]}, "stop[1]"), ({"stop": ["a"] * 17}, "stop"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 3}, "logprobs"),
+    ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"), ({"store": True}, "store"), ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"modalities": ["audio"]}, "modalities"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream": "yes"}, "stream"), ({"top_k": -1}, "top_k"), ({"min_p": 1}, "min_p"), ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"), ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].type"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"model": 3}, "model"), ({"model": None}, "model"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD, ids=[json.dumps(change)[:60] for change, _ in BAD])
+def test_bad_fields_are_named(engine, url, change, param):
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]} | change
+    response = httpx.post(url + "/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert error["message"]
+    assert engine.prompts == []
+
+
+def test_neutral_fields_are_accepted(engine, client):
+    answer = chat(client, response_format={"type": "text"}, tool_choice="none", store=False, logit_bias={}, n=1, tools=[],
+                  metadata={}, modalities=["text"], service_tier="auto", parallel_tool_calls=True, stop=None, seed=None,
+                  max_tokens=None, verbosity="medium", safety_identifier="a", prompt_cache_key="b")
+    assert answer.choices[0].message.content == ANSWER
+    assert client.completions.create(model="scripted", prompt="a", best_of=1, suffix=None).choices[0].text == "Grüße, 🌍! T"  # 16 tokens
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": ["a", [1]]}, "prompt"), ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [259]}, "prompt"), ({"prompt": [-1]}, "prompt[0]"), ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"), ({"prompt": "a", "logprobs": 21}, "logprobs"), ({}, "prompt"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"), ({"prompt": "a", "echo": True, "logprobs": 1}, "echo")])
+def test_bad_completion_fields(engine, url, body, param):
+    response = httpx.post(url + "/v1/completions", json={"model": "scripted"} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model":"scripted"}x', b'{"a":' + b"[" * 90000,
+                                  b'{"model": NaN}', b'{"model": "\\ud800"}', b'{"\\u0000": 1}', b"1" * 5000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_broken_bodies(engine, url, path, body):
+    response = httpx.post(url + path, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_too_long(engine, client, url):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, "x" * CONTEXT)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="scripted", prompt="x" * 10, max_tokens=CONTEXT - 9)
+    assert caught.value.code == "context_length_exceeded"
+    fits = client.completions.create(model="scripted", prompt="x" * (CONTEXT - 2))  # OpenAI's 16 by default: cut to the room
+    assert (fits.choices[0].text, fits.choices[0].finish_reason) == ("Gr", "length")
+    too_big = httpx.post(url + "/v1/completions", content=b" " * 100_001, headers={"content-type": "application/json"})
+    assert (too_big.status_code, too_big.json()["error"]["type"]) == (413, "invalid_request_error")
+    chunked = httpx.post(url + "/v1/completions", content=(b" " * 1000 for _ in range(101)))
+    assert chunked.status_code == 413
+
+
+def test_routes(engine, client, url):
+    model = client.models.retrieve(client.models.list().data[0].id)
+    assert (model.id, model.max_model_len) == ("scripted", CONTEXT)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="other", prompt="x")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    missing, wrong = httpx.get(url + "/v1/nothing"), httpx.get(url + "/v1/completions")
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    assert missing.json()["error"]["message"]
+    assert httpx.get(url + "/health").json()["status"] == "ok"
+    assert httpx.get(url + "/version").json().keys() == {"version"}
+    ids = httpx.post(url + "/tokenize", json={"prompt": "aü<|end|>"}).json()
+    assert ids == {"tokens": [97, 0xC3, 0xBC, END], "count": 4, "max_model_len": CONTEXT}
+    turn = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
+    assert httpx.post(url + "/tokenize", json=turn).json()["tokens"] == [START, *b"user\na", END]
+    assert httpx.post(url + "/detokenize", json={"tokens": [97, 0xC3, 0xBC, END]}).json() == {"prompt": "aü<|end|>"}
+    assert httpx.post(url + "/detokenize", json={"tokens": [9999]}).json()["error"]["param"] == "tokens"
+    page = httpx.get(url + "/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    schemas = httpx.get(url + "/openapi.json").json()["components"]["schemas"]
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+    assert "top_k" in schemas["CompletionRequest"]["properties"]
+
+
+def test_metrics(engine, client, url):
+    def figures():
+        lines = [line for line in httpx.get(url + "/metrics").text.splitlines() if not line.startswith("#")]
+        return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines)}
+
+    before = figures()
+    chat(client)
+    chat(client, n=2, max_tokens=2)
+    after = figures()
+
+    def grew(key):
+        return after[key] - before.get(key, 0)
+
+    assert grew('nybble_completions_total{finish_reason="stop"}') == 1
+    assert grew('nybble_completions_total{finish_reason="length"}') == 2
+    assert grew("nybble_time_to_first_token_seconds_count") == 2
+    assert grew("nybble_request_seconds_count") == 2
+    assert grew("nybble_inter_token_seconds_count") == len(ANSWER.encode()) + 2
+    assert grew('nybble_http_responses_total{path="/v1/chat/completions",status="200"}') == 2
+    assert after["nybble_preemptions_total"] == 3
+    assert after["nybble_generation_tokens_total"] == 13
+    assert after["nybble_prefix_cache_hits_total"] == 19
+    assert after["nybble_kv_cache_usage_ratio"] == 0
+
+
+def test_64_at_once(engine, url):
+    engine.pause = 0.002
+
+    async def one(client, i):
+        text = f"request {i} " + "x" * (i % 7)
+        if i % 2:
+            stream = await client.completions.create(model="scripted", prompt="echo:" + text, max_tokens=100, stream=True)
+            return text, "".join([c.choices[0].text async for c in stream])
+        answer = await client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "echo:" + text}])
+        return text, answer.choices[0].message.content
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(64)))
+
+    for text, answer in asyncio.run(everyone()):
+        assert answer == text
+    assert len(engine.prompts) == 64
+
+
+@pytest.mark.parametrize("stall_after", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["x", ["x", "y", "z"]])
+def test_hanging_up_gives_the_blocks_back(engine, url, stall_after, stream, prompt):
+    engine.stall_after = stall_after
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"model": "scripted", "prompt": prompt, "stream": stream, "max_tokens": 9}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+                           b"%d\r\n\r\n" % len(body) + body)
+        count = len(prompt)
+        eventually(lambda: len(engine.held) == count)
+        if stream and stall_after:
+            while b"[0].text" not in connection.recv(65536):
+                break
+    eventually(lambda: len(engine.aborted) == count)
+    eventually(lambda: engine.free_blocks == BLOCKS)
+
+
+def test_engine_errors(engine, client, url):
+    engine.fail_after = 2
+    with pytest.raises(openai.InternalServerError, match="out of luck"):
+        chat(client)
+    stream = chat(client, stream=True)
+    seen = []
+    with pytest.raises(openai.APIError, match="out of luck"):
+        seen.extend(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in seen) == "Gr"
+    engine.reset()
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="no thanks") as caught:
+            client.completions.create(model="scripted", prompt=["fine", "refuse me"], stream=stream)
+        assert caught.value.param == "prompt"
+    eventually(lambda: engine.free_blocks == BLOCKS)
+    engine.dead = True
+    with pytest.raises(openai.InternalServerError, match="engine is down") as caught:
+        chat(client)
+    assert caught.value.status_code == 503
+    assert httpx.get(url + "/health").status_code == 503
+    engine.dead = False
+    assert chat(client).choices[0].message.content == ANSWER
+
+
+def test_no_leak_over_500_requests(engine, url, world):
+    _, _, loop, app = world
+
+    def tasks():
+        return len(asyncio.all_tasks(loop))
+
+    async def one(client, i):
+        kind = i % 5
+        if kind == 0:
+            stream = await client.completions.create(model="scripted", prompt="x", max_tokens=50, stream=True)
+            async for _ in stream:  # hang up at the first event
+                break
+            await stream.close()
+        elif kind == 1:
+            await client.completions.create(model="scripted", prompt=["x", "y"], stop="ß", max_tokens=50)
+        elif kind == 2:
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(model="scripted", prompt="refuse me")
+        else:
+            answer = await client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "x"}],
+                                                          stream=kind == 3)
+            if kind == 3:
+                assert [c async for c in answer][-1].choices[0].finish_reason == "stop"
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+            gate = asyncio.Semaphore(16)
+
+            async def gated(i):
+                async with gate:
+                    await one(client, i)
+
+            await asyncio.gather(*(gated(i) for i in range(500)))
+
+    before = tasks()
+    asyncio.run(everyone())
+    eventually(lambda: engine.held == {})
+    eventually(lambda: tasks() <= before)
+
+
+def test_key_and_overload(tokenizer):
+    engine = ScriptedEngine()
+    engine.stall_after = 0
+    app = create_app(engine, tokenizer, asyncio.run(engine.info()), name="org/m", api_key="sesame", max_waiting=2)
+    with serving(app) as (url, _):
+        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "sesame"}):
+            refused = httpx.get(url + "/v1/models", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(url + "/metrics").status_code == 401
+        assert httpx.get(url + "/health").status_code == 200
+        client = openai.OpenAI(base_url=url + "/v1", api_key="sesame", max_retries=0)
+        assert client.models.retrieve("org/m").id == "org/m"
+        headers, body = {"Authorization": "Bearer sesame"}, {"model": "org/m", "prompt": "x"}
+        hanging = [threading.Thread(target=lambda: httpx.post(url + "/v1/completions", headers=headers, json=body, timeout=60),
+                                    daemon=True) for _ in range(2)]
+        for thread in hanging:
+            thread.start()
+        eventually(lambda: len(engine.held) == 2)
+        over = httpx.post(url + "/v1/completions", headers=headers, json=body)
+        assert (over.status_code, over.headers["retry-after"], over.json()["error"]["code"]) == (503, "1", "overloaded")
+        many = httpx.post(url + "/v1/completions", headers=headers, json=body | {"prompt": ["x"] * 3})
+        assert (many.status_code, many.json()["error"]["param"]) == (400, "prompt")
+    assert len(engine.aborted) == 2  # the server went down: its requests were aborted
