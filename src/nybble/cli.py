@@ -56,7 +56,7 @@ def quantize(
             group does not divide takes the next smaller power of two that does.
         method: gptq uses calibration text to make rounding errors cancel; rtn rounds to nearest.
         kv: What the KV cache holds when the checkpoint is served.
-        transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: what the recipe says.
+        transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.
         recipe: A TOML file with all settings; options given here win.
         calibration: Text file for calibration; default: a public-domain text that comes with Nybble.
         samples: Calibration sequences.

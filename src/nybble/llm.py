@@ -53,23 +53,22 @@ class LLM:
     """A model, its tokenizer and an engine.
 
     path: a Hugging Face directory (16-bit or quantized) or a .gguf. kv: a key of `formats.spec.KV`, or "auto": what the
-    checkpoint asks for, else 16 bits. device: "auto", "cpu", "cuda", "cuda:N". Further keywords are fields of
-    `engine.core.EngineConfig` (kv_memory, max_batch, max_batched_tokens, max_context, prefix_caching, chunked_prefill, ...).
+    checkpoint asks for, else int8. device: "auto", "cpu", "cuda", "cuda:N". Further keywords are fields of
+    `engine.config.EngineConfig` (kv_memory, max_batch, max_batched_tokens, max_context, prefix_caching, chunked_prefill, ...).
 
     Raises FileNotFoundError or ValueError with what was wrong and what would do.
     """
 
     def __init__(self, path: str | Path, *, kv: str = "auto", device: str = "auto", progress: Progress | None = None,
                  **engine: Any) -> None:
-        from nybble.checkpoint import open_checkpoint
-        from nybble.engine.core import load_engine
+        from nybble.engine.config import EngineConfig
+        from nybble.engine.load import open_engine
         from nybble.text import load_tokenizer
 
         self.path = Path(path)
-        checkpoint = open_checkpoint(self.path)
+        config = EngineConfig(kv=None if kv == "auto" else kv, **engine)
+        self.engine = open_engine(self.path, device, config, progress)
         self.tokenizer = load_tokenizer(self.path)
-        self.engine = load_engine(checkpoint, kv=kv, device=device, eos_ids=self.tokenizer.eos_ids, progress=progress,
-                                  **engine)
         self._ids = count()
 
     def __enter__(self) -> LLM:
@@ -143,9 +142,7 @@ class LLM:
             for index, (prompt, params) in enumerate(zip(prompts, each)):
                 token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request_id = f"local-{next(self._ids)}"
-                refused = self.engine.submit(Submit(request_id, token_ids, params))
-                if refused is not None:
-                    raise ValueError(f"prompt {index}: {refused.field}: {refused.message}")
+                self.engine.submit(Submit(request_id, token_ids, params))
                 live[request_id] = (params.n, [
                     (Response(input_token_len=len(token_ids), index=index, choice=choice),
                      TextStream(self.tokenizer.stream(skip_special=params.skip_special_tokens), params.stop,
@@ -154,10 +151,12 @@ class LLM:
                 ])
             while live and self.engine.has_work:
                 for event in self.engine.step():
+                    if event.request_id not in live:
+                        continue
                     if isinstance(event, Refused):
-                        raise ValueError(f"{event.field}: {event.message}")
-                    if event.request_id in live:
-                        yield from self._advance(event, live)
+                        index = live.pop(event.request_id)[1][0][0].index
+                        raise ValueError(f"prompt {index}: {event.message} ({event.field})")
+                    yield from self._advance(event, live)
         finally:
             for request_id in live:
                 self.engine.abort(request_id)

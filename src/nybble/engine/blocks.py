@@ -111,13 +111,6 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def forget_all(self) -> None:
-        """Make no content findable any more (its keys and values may never have been computed)."""
-        for block in range(self.num_blocks):
-            self._forget(block)
-        self._free.extend(self._cached)
-        self._cached.clear()
-
     def check(self, tables: Iterable[tuple[Sequence[int], int]] = ()) -> None:
         """Raise AssertionError unless every block is in exactly one state and only full, findable blocks are shared.
 
@@ -127,8 +120,8 @@ class BlockPool:
         for blocks, num_computed in tables:
             for position, block in enumerate(blocks):
                 held[block] += 1
-                full = (position + 1) * self.block_size <= num_computed
-                assert full or self._holders[block] == 1, f"block {block} is being written and has {self._holders[block]} holders"
+                full, holders = (position + 1) * self.block_size <= num_computed, self._holders[block]
+                assert full or holders == 1, f"block {block} is being written and has {holders} holders"
         assert held == self._holders, "holders differ from the blocks in the requests' tables"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

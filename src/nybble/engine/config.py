@@ -6,25 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from nybble.engine.messages import TokenLogprob
 from nybble.engine.scheduler import Plan
+
+DEFAULT_KV = "int8"
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Flat, frozen, and every field has a default.
 
-    kv: key of `formats.spec.KV`. block_size: tokens per KV block. num_blocks: overrides kv_memory; kv_memory: bytes (above
-    1), a fraction of the device for everything together (up to 1), None: what the device can spare. max_batch: requests
-    running at once. max_batched_tokens: tokens in one step (None: 2048, 256 on a CPU). max_context: tokens of prompt and
-    answer (None: what the model was made for). overlap: plan a step while the one before it runs (None: on a GPU). graphs:
-    decode steps as CUDA graphs (None: on a GPU). eos_ids: end every request that does not ignore them. model_name, scheme:
-    reported, not used. seed: of requests that bring none; None is a different one each start.
+    kv: key of `formats.spec.KV` (None: what the checkpoint asks for, else int8). block_size: tokens per KV block.
+    num_blocks: overrides kv_memory. kv_memory: bytes (above 1), a fraction of the device for everything together (up to 1),
+    None: what the device can spare. max_batch: requests running at once. max_batched_tokens: tokens in one step (None: 2048,
+    256 on a CPU). max_context: tokens of prompt and answer (None: what the model was made for). overlap: plan a step while
+    the one before it runs (None: on a GPU). graphs: decode steps as CUDA graphs (None: on a GPU). eos_ids: end every request
+    that does not ignore them. model_name, scheme: reported, not used. seed: of requests that bring none; None is a different
+    one each start.
     """
 
     model_name: str = ""
     scheme: str = ""
-    kv: str = "int8"
+    kv: str | None = None
     block_size: int = 64
     num_blocks: int | None = None
     kv_memory: float | None = None
@@ -43,6 +48,23 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: wants 1 or more")
+
+
+class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine in its own process: what `python -m nybble.engine.process --config` reads as JSON.
+
+    address: where it listens, ipc:// or tcp://127.0.0.1:port. model: checkpoint. device: "cpu", "cuda", "cuda:1", "auto".
+    parent: the process that it must not outlive. factory: "module:function", called with this config, returns the engine.
+    silence_limit_s: a client that says nothing for so long has its requests aborted.
+    """
+
+    address: str = ""
+    model: str = ""
+    device: str = "auto"
+    engine: EngineConfig = EngineConfig()
+    parent: int | None = None
+    factory: str = "nybble.engine.process:load"
+    silence_limit_s: float = 60.0
 
 
 class Sampled(NamedTuple):

@@ -7,12 +7,13 @@ while the host counts tokens; what was drawn for a request that had already ende
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nybble.engine.config import EngineConfig, Runner, Sampled
+from nybble.engine.config import DEFAULT_KV, EngineConfig, Runner, Sampled
 from nybble.engine.messages import Delta, Info, Refused, Submit
-from nybble.engine.request import Request
+from nybble.engine.request import Request, completion_seed
 from nybble.engine.scheduler import Limits, Plan, Scheduler
 
 __all__ = ["Engine", "EngineConfig"]
@@ -24,16 +25,18 @@ class Engine:
     """model: a `models.Decoder`, or anything that already runs plans (`config.Runner`).
 
     `submit` and `abort` only queue; `step` answers. Every request is answered exactly once per completion with a
-    finish_reason ("stop" | "length" | "abort" | "error"), or once by `Refused`.
+    finish_reason ("stop" | "length" | "abort" | "error"), or once by `Refused`. kv_scales: per layer (K, V), for fp8 caches.
     """
 
-    def __init__(self, model: Any, config: EngineConfig) -> None:
+    def __init__(self, model: Any, config: EngineConfig,
+                 kv_scales: Sequence[tuple[float, float] | None] | None = None) -> None:
+        config = replace(config, kv=config.kv or DEFAULT_KV)
         if isinstance(model, Runner):
             self.runner: Runner = model
         else:
             from nybble.engine.runner import ModelRunner
 
-            self.runner = ModelRunner(model, config)
+            self.runner = ModelRunner(model, config, kv_scales)
         self.config = config
         self.max_context = min(self.runner.max_context, self.runner.num_blocks * config.block_size)
         self.scheduler = Scheduler(
@@ -49,7 +52,7 @@ class Engine:
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
         self._answers: list[Delta | Refused] = []  # of submit and abort, for the next step to return
         self._in_flight: tuple[Plan, Callable[[], Sampled]] | None = None
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._steps = self._prompt_tokens = self._generated_tokens = self._seeded = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -64,7 +67,7 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.config.eos_ids))
         seed = params.seed if params.seed is not None else self._own_seed()
         self._live[message.request_id] = [
-            Request(message.request_id, index, prompt, params, limit, stop_ids, _completion_seed(seed, index))
+            Request(message.request_id, index, prompt, params, limit, stop_ids, completion_seed(seed, index))
             for index in range(params.n)
         ]
         self._prompt_tokens += len(prompt)
@@ -104,14 +107,18 @@ class Engine:
     def _own_seed(self) -> int:
         if self.config.seed is None:
             return int.from_bytes(os.urandom(8), "little") >> 1
-        self._seeded = getattr(self, "_seeded", -1) + 1
-        return _completion_seed(self.config.seed, self._seeded)
+        self._seeded += 1
+        return completion_seed(self.config.seed, self._seeded)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._answers or self._in_flight)
+
+    def live_ids(self) -> list[str]:
+        """Requests that have not been answered to the end."""
+        return list(self._live)
 
     def step(self) -> list[Delta | Refused]:
         """Run one step and return what became known. An error fails the requests of its step, never the engine."""
@@ -139,6 +146,9 @@ class Engine:
             tokens, logprobs = wait()
         except Exception as error:
             self._fail(plan, error, answers)
+            if self._in_flight is not None:  # a later step may have read what this one did not write
+                self._fail(self._in_flight[0], error, answers)
+                self._in_flight = None
             return
         scheduler = self.scheduler
         for i, (row, token) in enumerate(zip(plan.samples, tokens)):
@@ -167,7 +177,7 @@ class Engine:
             )  # fmt: skip
 
     def _fail(self, plan: Plan, error: Exception, answers: list[Delta | Refused]) -> None:
-        """A step did not run: its requests fail, and nothing that it may not have computed stays findable."""
+        """A step did not run: its requests fail, and with them what it may not have computed leaves the prefix cache."""
         for request in dict.fromkeys(plan.requests):
             if request.finish_reason is None:
                 self._end(request, "error")
@@ -175,7 +185,6 @@ class Engine:
                     Delta(request.request_id, request.index, [], finish_reason="error",
                           error=f"the step failed: {type(error).__name__}: {error}")
                 )  # fmt: skip
-        self.scheduler.pool.forget_all()
 
     def _end(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
@@ -191,7 +200,7 @@ class Engine:
         return Info(
             model=config.model_name,
             scheme=config.scheme,
-            kv=config.kv,
+            kv=config.kv or DEFAULT_KV,
             max_context=self.max_context,
             block_size=config.block_size,
             num_blocks=self.runner.num_blocks,

@@ -73,11 +73,19 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """Ask for an `Info` (counters and configuration)."""
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """I am alive; both sides say so once a second. A client that falls silent has its requests aborted."""
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """The client leaves: abort what is left of its requests."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish nothing more, free everything, exit."""
 
 
-ToEngine = Submit | Abort | Ask | Shutdown
+ToEngine = Submit | Abort | Ask | Beat | Bye | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -88,7 +96,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
     """New tokens of one completion (`index` < n). Text is made by the client (`text.detokenize`); stop strings too, which
-    then sends `Abort`. finish_reason: None while running, else "stop" | "length" | "abort" | "error"."""
+    then sends `Abort`. finish_reason: None while running, else "stop" | "length" | "abort" | "error". The id that stopped a
+    completion (EOS, `stop_token_ids`) is the last of its token_ids: it was generated, and counts."""
 
     request_id: str
     index: int
@@ -129,4 +138,10 @@ class Info(msgspec.Struct, frozen=True, tag=True):
     bytes_per_token: int
 
 
-FromEngine = Delta | Refused | Info
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; every request ends here."""
+
+    message: str
+
+
+FromEngine = Delta | Refused | Info | Beat | Fatal  # sent as lists: one message per client and step

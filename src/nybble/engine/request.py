@@ -10,6 +10,7 @@ from __future__ import annotations
 from nybble.engine.messages import SamplingParams
 
 NO_SLOT = -1
+_WORD = 2**64 - 1
 
 
 class Request:
@@ -67,3 +68,16 @@ class Request:
             f"Request({self.request_id}/{self.index}: {self.num_computed} computed <= {self.num_tokens} tokens "
             f"<= {self.max_tokens_total}, prompt {self.num_prompt}, {len(self.blocks)} blocks, {self.finish_reason})"
         )
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The random stream of completion `index` of a seeded request, 64 bits; completion 0 has the seed itself."""
+    return seed if index == 0 else _splitmix(seed ^ _splitmix(index))
+
+
+def _splitmix(z: int) -> int:
+    """One SplitMix64 output (Steele, Lea, Flood, OOPSLA 2014)."""
+    z = (z + 0x9E3779B97F4A7C15) & _WORD
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _WORD
+    return z ^ (z >> 31)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nybble.engine.batch import Batch, Stage
-from nybble.engine.config import EngineConfig, Sampled
+from nybble.engine.config import DEFAULT_KV, EngineConfig, Sampled
 from nybble.engine.graphs import DecodeGraphs
 from nybble.engine.kvcache import MemoryPlan, allocate, bytes_per_token, kv_budget
 from nybble.engine.messages import SamplingParams, TokenLogprob
@@ -38,9 +38,10 @@ class ModelRunner:
                  kv_scales: Sequence[tuple[float, float] | None] | None = None) -> None:
         shape, device = model.config, torch.device(model.device)
         cuda = device.type == "cuda"
+        kv = config.kv or DEFAULT_KV
         self.model, self.device, self.block_size = model, device, config.block_size
         self.vocab_size = shape.vocab_size
-        self.bytes_per_token = bytes_per_token(shape, config.kv)
+        self.bytes_per_token = bytes_per_token(shape, kv)
         self.overlap = cuda if config.overlap is None else config.overlap
         self.max_batched_tokens = max(config.max_batched_tokens or (2048 if cuda else 256), config.max_batch)
         if config.max_context is not None and config.max_context > shape.max_position:
@@ -57,7 +58,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
         weights = torch.cuda.memory_allocated(device) if cuda else 0
-        cache = lambda blocks: allocate(shape, config.kv, blocks, config.block_size, device, scales=kv_scales)  # noqa: E731
+        cache = lambda blocks: allocate(shape, kv, blocks, config.block_size, device, scales=kv_scales)  # noqa: E731
         workspace = self._measure(limits, tokens, cache) if cuda else 0
         block_bytes = self.bytes_per_token * config.block_size
         self.num_blocks = config.num_blocks or kv_budget(config.kv_memory, device, workspace) // block_bytes

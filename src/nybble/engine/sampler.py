@@ -138,21 +138,15 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 def random_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """uint64 [S] seeds, int64 [S] positions -> int64 [S, 2], two 32-bit words: SplitMix64 (Steele et al., OOPSLA 2014) of
-    the position-th state of the seed's stream."""
-    with np.errstate(over="ignore"):
-        z = _splitmix(seeds) + np.uint64(0x9E3779B97F4A7C15) * (positions.astype(np.uint64) + np.uint64(1))
-        z = _splitmix(z)
+    """uint64 [S] seeds, int64 [S] positions -> int64 [S, 2], two 32-bit words that depend on both (SplitMix64 twice: of the
+    seed, then of the seed's stream at the position)."""
+    z = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
     return np.stack((z >> np.uint64(32), z & np.uint64(_MASK)), -1).astype(np.int64)
 
 
-def completion_seed(seed: int, index: int) -> int:
-    """The stream of completion `index`; completion 0 uses the request's own."""
-    with np.errstate(over="ignore"):
-        return seed if index == 0 else int(_splitmix(np.uint64(seed) ^ _splitmix(np.uint64(index))))
-
-
-def _splitmix(z: np.ndarray | np.uint64) -> np.ndarray | np.uint64:
+def _splitmix(z: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): uint64 [S] -> [S]. Arrays wrap around silently, as wanted."""
+    z = z + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -22,7 +22,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from nybble.engine.client import EngineDead, RequestRefused
+from nybble.engine.client import EngineDied, RequestRefused
 from nybble.engine.messages import Info, SamplingParams, TokenLogprob
 from nybble.serve.metrics import Metrics
 from nybble.serve.page import PAGE
@@ -59,7 +59,7 @@ class Server:
     info: Info | None = None
 
     async def refresh(self, timeout_seconds: float = 2.0) -> Info | None:
-        """The engine's figures now, or None when it is in a long step. Raises EngineDead."""
+        """The engine's figures now, or None when it is in a long step. Raises EngineDied."""
         try:
             self.info = await asyncio.wait_for(self.client.info(), timeout_seconds)
         except TimeoutError:
@@ -459,10 +459,8 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
+        with suppress(ClientGone):
             await until_gone(receive, pump())
-        except ClientGone:
-            pass
 
 
 def path_of(scope: dict) -> str:
@@ -518,9 +516,10 @@ def _as_request_error(error: Exception) -> RequestError | None:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, RequestRefused):
-        return RequestError(400, error.refused.message, param=error.refused.field)
-    if isinstance(error, EngineDead):
-        return RequestError(503, f"the engine is down: {error}", code="engine_dead")
+        # The engine speaks of ids where the client sent a prompt or messages.
+        return RequestError(400, error.message, param="prompt" if error.field == "token_ids" else error.field)
+    if isinstance(error, EngineDied):
+        return RequestError(503, f"the engine is down: {error}", code="engine_died")
     if isinstance(error, EngineFailed):
         return RequestError(500, f"the engine failed: {error}", code="engine_error")
     return None
@@ -551,6 +550,6 @@ async def _on_bug(_: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[type[Exception], Callable] = {
-    RequestError: _on_known, RequestRefused: _on_known, EngineDead: _on_known, EngineFailed: _on_known,
+    RequestError: _on_known, RequestRefused: _on_known, EngineDied: _on_known, EngineFailed: _on_known,
     ClientGone: _on_gone, HTTPException: _on_http, RequestValidationError: _on_invalid, Exception: _on_bug,
 }

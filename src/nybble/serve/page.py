@@ -22,7 +22,8 @@ main { flex: 1; overflow-y: auto; padding-top: 1rem }
 .turn { margin: 0 0 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
 .user { margin-left: auto; width: fit-content; max-width: 85%; padding: .5rem .9rem; border-radius: 1rem 1rem .2rem 1rem;
   background: var(--mine) }
-.busy::after { content: "▍"; color: var(--accent); animation: blink 1s steps(2) infinite } @keyframes blink { 50% { opacity: 0 } }
+.busy::after { content: "▍"; color: var(--accent); animation: blink 1s steps(2) infinite }
+@keyframes blink { 50% { opacity: 0 } }
 .error { color: light-dark(#b3261e, #ff8a80) } .note { margin: -.7rem 0 1.2rem }
 form { display: flex; gap: .5rem; padding-top: .5rem; padding-bottom: 1rem; align-items: end }
 textarea { flex: 1; resize: none; max-height: 12rem; field-sizing: content; padding: .7rem .9rem; border-radius: .9rem;
@@ -48,10 +49,12 @@ label { display: flex; justify-content: space-between; gap: .5rem } label input 
 <script>
 const $ = id => document.getElementById(id), log = $("log");
 let turns = [], model = null, running = null;
-const headers = () => ({"Content-Type": "application/json", ...($("key").value && {Authorization: "Bearer " + $("key").value})});
+const headers = () => { const key = $("key").value;
+  return {"Content-Type": "application/json", ...(key && {Authorization: "Bearer " + key})} };
+const low = () => log.scrollHeight - log.scrollTop - log.clientHeight < 120;
+const follow = always => { if (always || low()) log.scrollTop = log.scrollHeight };
 const add = (kind, text) => { const e = document.createElement("div"); e.className = kind; e.textContent = text;
-  const low = log.scrollHeight - log.scrollTop - log.clientHeight < 80; log.append(e); if (low) log.scrollTop = log.scrollHeight;
-  return e };
+  log.append(e); follow(); return e };
 const told = async r => { throw Error((await r.json().catch(() => null))?.error?.message ?? r.status + " " + r.statusText) };
 async function hello() {
   const r = await fetch("v1/models", {headers: headers()}); if (!r.ok) await told(r);
@@ -62,7 +65,7 @@ $("key").onchange = () => hello().catch(e => $("model").textContent = e.message)
 hello().catch(e => $("model").textContent = e.message);
 async function ask(text) {
   const sent = [...turns, {role: "user", content: text}], out = (add("turn user", text), add("turn busy", ""));
-  log.scrollTop = log.scrollHeight;
+  follow(true);
   const before = turns, me = running = new AbortController(); $("send").textContent = "Stop";
   const start = performance.now(); let got = "", tokens = 0, cached = 0, first = 0, ended = "";
   try {
@@ -82,19 +85,25 @@ async function ask(text) {
         const choice = chunk.choices[0]; if (!choice) continue;
         if (choice.finish_reason === "length") ended = " · cut at the token limit";
         if (choice.delta.content) { first ||= performance.now(); got += choice.delta.content; out.textContent = got;
-          if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight }
+          follow() }
       }
     }
     const now = performance.now();
     add("note", `${tokens} tokens` + (tokens > 1 ? ` · ${((tokens - 1) / (now - first) * 1000).toFixed(1)} per second` : "") +
       ` · first after ${((first || now) - start).toFixed(0)} ms` + (cached ? ` · ${cached} prompt tokens cached` : "") + ended);
-  } catch (e) { if (turns === before) add(e.name === "AbortError" ? "note" : "turn error", e.name === "AbortError" ? "stopped" : e.message) }
+  } catch (e) {
+    const stopped = e.name === "AbortError";
+    if (turns === before) add(stopped ? "note" : "turn error", stopped ? "stopped" : e.message);
+  }
   out.classList.remove("busy"); if (running === me) { running = null; $("send").textContent = "Send" }
   if (got && turns === before) turns = [...sent, {role: "assistant", content: got}];
 }
 $("form").onsubmit = e => { e.preventDefault(); if (running) return running.abort();
-  const text = $("text").value.trim(); if (text) { $("text").value = ""; ask(text) } };
-$("text").onkeydown = e => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); if (!running) $("form").requestSubmit() } };
-$("clear").onclick = () => { running?.abort(); running = null; turns = []; $("send").textContent = "Send"; log.textContent = ""; $("text").focus() };
+  const text = $("text").value.trim();
+  if (text) { $("text").value = ""; ask(text) } };
+$("text").onkeydown = e => { if (e.key !== "Enter" || e.shiftKey || e.isComposing) return;
+  e.preventDefault(); if (!running) $("form").requestSubmit() };
+$("clear").onclick = () => { running?.abort(); running = null; turns = [];
+  $("send").textContent = "Send"; log.textContent = ""; $("text").focus() };
 </script></html>
 """

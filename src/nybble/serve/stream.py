@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from uuid import uuid4
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 
 class Client(Protocol):
-    """What the server asks of the engine: `engine.client.EngineClient`."""
+    """What the server asks of the engine: `engine.client.EngineClient`. Leaving a `generate` early aborts the request."""
 
-    def generate(self, request_id: str, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Delta]: ...
-    async def abort(self, request_id: str) -> None: ...
+    def generate(self, request_id: str, token_ids: list[int], params: SamplingParams) -> AsyncGenerator[Delta]: ...
     async def info(self) -> Info: ...
 
 
@@ -101,16 +100,13 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
     Closing the iterator early, or a stop string in every completion, aborts the request in the engine. Raises EngineFailed,
     and whatever the client raises when the engine refuses the request or is dead.
     """
-    request_id, live = uuid4().hex, set(range(params.n))
+    live = set(range(params.n))
     texts = [TextStream(tokenizer.stream(skip_special=params.skip_special_tokens), params.stop, params.include_stop,
                         params.min_tokens) for _ in range(params.n)]
-    done_by_engine: set[int] = set()
     timer = metrics.request(params.n)
     try:
-        async with aclosing(client.generate(request_id, token_ids, params)) as deltas:
+        async with aclosing(client.generate(uuid4().hex, token_ids, params)) as deltas:
             async for delta in deltas:
-                if delta.finish_reason is not None:
-                    done_by_engine.add(delta.index)
                 if delta.finish_reason in ("error", "abort"):
                     raise EngineFailed(delta.error or "the engine ended the request")
                 if delta.index not in live:
@@ -141,8 +137,6 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
         raise
     finally:
         timer.close()
-        if len(done_by_engine) < params.n:
-            await client.abort(request_id)
 
 
 async def merged(streams: list[AsyncIterator[Piece]]) -> AsyncIterator[Piece]:

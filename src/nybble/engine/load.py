@@ -1,0 +1,38 @@
+"""From a checkpoint's path to an engine: the one place where the engine meets checkpoints, models and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nybble.engine.config import DEFAULT_KV, EngineConfig
+from nybble.engine.core import Engine
+
+
+def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | None = None,
+                progress: Callable[..., Any] | None = None) -> Engine:
+    """Load a model and make it an engine. What `config` leaves open comes from the checkpoint: KV type, EOS ids, names.
+
+    device: "auto" is the first GPU if there is one. progress: passed to `models.load_model`.
+    """
+    from nybble.checkpoint import open_checkpoint
+    from nybble.models import load_model
+    from nybble.text import load_tokenizer
+
+    config = config or EngineConfig()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint, torch.device(device), progress=progress)
+    config = replace(
+        config,
+        kv=config.kv or checkpoint.kv or DEFAULT_KV,
+        eos_ids=config.eos_ids or tuple(load_tokenizer(path).eos_ids),
+        model_name=config.model_name or Path(path).name,
+        scheme=config.scheme or checkpoint.scheme_name,
+    )
+    return Engine(model, config, [checkpoint.kv_scales(layer) for layer in range(model.config.num_layers)])

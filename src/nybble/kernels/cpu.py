@@ -1,0 +1,363 @@
+"""CPU kernels: `cpu.c`, compiled on first use by the system's C compiler, kept in the user's cache and called through ctypes.
+
+Not a build step and not a requirement: without a compiler `kernels()` is empty, `ops()` is None, one warning says so and the
+torch references run. Importing this module compiles nothing. The one idea: all checks of shapes and types happen here, so that
+the C file is arithmetic alone and a call costs two microseconds. Inputs a function does not take go to the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nybble.formats.qtensor import QTensor, dequantize, inner_codes
+from nybble.formats.spec import INT4, INT8, PER_TOKEN_INT8
+from nybble.kernels import reference
+from nybble.kernels.registry import LinearKernel, LinearShape, Ops
+from nybble.kernels.types import LayerKV, Rows, Step
+
+SOURCE = Path(__file__).with_name("cpu.c")
+# Fused multiply-adds are written out in the source: the compiler may not choose them, or bits would depend on inlining.
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
+NATIVE = (("-march=native",), ("-mcpu=native",), ())  # the first the compiler knows
+INT8_OFFSET, INT4_OFFSET, PANEL = 128, 8, 32
+KINDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "int4": 4}
+FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_p, _i, _f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+SIGNATURES = {
+    "nybble_threads": (_p, _p),
+    "nybble_linear": (_p, _p, _p, _p, _i),
+    "nybble_dense": (_p, _p, _p, _i, _i, _i, _i),
+    "nybble_quantize_rows": (_p, _p, _p, _i, _i),
+    "nybble_rms_norm": (_p, _p, _p, _p, _p, _p, _p, _i, _i, _f),
+    "nybble_silu_mul": (_p, _p, _p, _p, _i, _i),
+    "nybble_rope_write": (*(_p,) * 11, *(_i,) * 7, _f),
+    "nybble_attention": (*(_p,) * 9, *(_i,) * 8, _f),
+}
+
+
+# ---- building and loading -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def library(*defines: str) -> ctypes.CDLL | None:
+    """The compiled `cpu.c`, built if the cache lacks it; None, after one warning, when it cannot be built or loaded.
+
+    `defines` are extra compiler flags (tests pass -DNYBBLE_PORTABLE for the loops that need no special instructions).
+    """
+    try:
+        if sys.byteorder != "little":
+            raise OSError("the kernels are written for little-endian machines")
+        loaded = ctypes.CDLL(str(_built(defines)))
+        for name, arguments in SIGNATURES.items():
+            getattr(loaded, name).argtypes = arguments
+            getattr(loaded, name).restype = None
+        loaded.nybble_instructions.restype = ctypes.c_char_p
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        warnings.warn(f"the fast CPU kernels are off, the slower torch kernels run instead: {error}", stacklevel=2)
+        return None
+    fork, size = _thread_team()
+    loaded.nybble_threads(fork, size)
+    return loaded
+
+
+def build_report() -> dict[str, str]:
+    """What the kernels were built with: compiler, cached file, instruction set, and where threads come from."""
+    loaded = library()
+    return {
+        "compiler": _compiler() or "none found",
+        "library": "none" if loaded is None else loaded._name,
+        "instructions": "none" if loaded is None else loaded.nybble_instructions().decode(),
+        "threads": "torch's OpenMP" if _thread_team()[0] else "one (torch's OpenMP runtime has no GOMP entry points)",
+    }
+
+
+def _compiler() -> str | None:
+    named = (os.environ.get("CC", ""), "gcc", "cc", "clang")
+    return next((found for name in named if name and (found := shutil.which(name))), None)
+
+
+def _built(defines: tuple[str, ...]) -> Path:
+    """Path of the shared library for this source, these flags and this processor."""
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(b"\0".join((source, repr((FLAGS, NATIVE, defines)).encode(), _processor().encode()))).hexdigest()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nybble"
+    target = home / f"cpu-{key[:24]}.so"
+    if target.exists():
+        return target
+    compiler = _compiler()
+    if compiler is None:
+        raise OSError("no C compiler was found; install one (Debian, Ubuntu: apt install gcc; macOS: xcode-select --install)")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(suffix=".so", prefix="partial-", dir=home)
+    except OSError:  # a home that cannot be written: build for this process alone
+        target = Path(tempfile.mkdtemp(prefix="nybble-")) / target.name
+        descriptor, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(descriptor)
+    for native in NATIVE:
+        command = [compiler, *FLAGS, *native, *defines, str(SOURCE), "-o", partial, "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if result.returncode == 0:
+            os.replace(partial, target)  # atomic: a second process sees all of it or nothing
+            return target
+    os.unlink(partial)
+    tail = " / ".join(result.stderr.strip().splitlines()[-3:])
+    raise RuntimeError(f"{compiler} could not build {SOURCE.name} (apt install gcc libc6-dev gives one that can): {tail}")
+
+
+def _processor() -> str:
+    """What -march=native looks at, so that a cache shared between machines never hands one the other's instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+        return platform.machine() + "".join(line for line in lines if line.startswith(wanted))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
+
+
+@functools.cache
+def _thread_team() -> tuple[int | None, int | None]:
+    """Addresses of GOMP_parallel and omp_get_max_threads in the OpenMP runtime that torch has loaded, or (None, None)."""
+    candidates: list[str | None] = [None, *map(str, sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*")))]
+    for name in candidates:
+        try:
+            runtime = ctypes.CDLL(name)
+            return (ctypes.cast(runtime.GOMP_parallel, _p).value, ctypes.cast(runtime.omp_get_max_threads, _p).value)
+        except (OSError, AttributeError):
+            continue
+    return None, None
+
+
+# ---- linear -------------------------------------------------------------------------------------------------------
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = [("codes", _p), ("scale", _p), ("outputs", _i), ("width", _i), ("groups", _i), ("four_bits", _i)]
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A weight in panels of 32 output channels (layout: `cpu.c`), with the C structure that points into it."""
+
+    codes: Tensor  # uint8, code + offset; padding is 0
+    scale: Tensor  # float32 [panels, groups, 32]
+    order: Tensor | None  # int64 [K]: input channels sorted by group, for GPTQ g_idx
+    pad: int  # zero channels appended to each row of activations
+    outputs: int
+    dtype: torch.dtype
+    header: _Weight
+    address: int
+
+
+def _accepts_int8(shape: LinearShape) -> str | None:
+    weight = shape.scheme.weight
+    if shape.device.type != "cpu":
+        return "runs on the CPU"
+    if weight is None or shape.scheme.act != PER_TOKEN_INT8:
+        return "wants quantized weights with int8 activations per token"
+    if weight.num not in (INT4, INT8) or weight.zero:
+        return f"wants symmetric int4 or int8 weights, not {weight.num.name}" + (" with zero points" if weight.zero else "")
+    group = weight.group
+    if weight.over is None and group is not None and group < shape.in_features and (group % 8 or shape.in_features % group):
+        return f"wants groups that are a multiple of 8 and divide {shape.in_features} input channels, not {group}"
+    return None
+
+
+def _pack_int8(weight: QTensor | Tensor, shape: LinearShape) -> PackedLinear:
+    assert isinstance(weight, QTensor)
+    n, k = weight.shape
+    four_bits = weight.over is None and weight.spec.num == INT4
+    codes, scale, order = weight.codes, weight.scale, None
+    if weight.over is not None:
+        codes, scale = inner_codes(weight), weight.over
+    elif weight.order is not None and scale.shape[1] > 1:
+        order = torch.argsort(weight.order, stable=True)
+        if not torch.equal(weight.order[order], torch.arange(k) // (k // scale.shape[1])):
+            raise ValueError("groups of different sizes (GPTQ g_idx) have no int8 kernel; use a 16-bit activation scheme")
+        codes = codes[:, order]
+    if scale.shape[0] != n:
+        scale = scale.repeat_interleave(-(-n // scale.shape[0]), 0)[:n]
+    groups, panels, pad = scale.shape[1], -(-n // PANEL), -k % 8
+    offset = INT4_OFFSET if four_bits else INT8_OFFSET
+    stored = torch.zeros(panels * PANEL, k + pad, dtype=torch.uint8)
+    stored[:n, :k] = (codes.to(torch.int16) + offset).to(torch.uint8)
+    if four_bits:
+        eights = stored.view(panels, PANEL, -1, 2, 4)
+        stored = (eights[..., 0, :] | (eights[..., 1, :] << 4)).transpose(1, 2).contiguous()
+    else:
+        stored = stored.view(panels, PANEL, -1, 4).transpose(1, 2).contiguous()
+    scales = torch.zeros(panels * PANEL, groups)
+    scales[:n] = scale
+    scales = scales.view(panels, PANEL, groups).transpose(1, 2).contiguous()
+    header = _Weight(stored.data_ptr(), scales.data_ptr(), n, (k + pad) // groups, groups, four_bits)
+    return PackedLinear(stored, scales, order, pad, n, shape.dtype, header, ctypes.addressof(header))
+
+
+def _run_int8(loaded: ctypes.CDLL, packed: PackedLinear, x: Rows | Tensor) -> Tensor:
+    codes, scale = x
+    if packed.order is not None:
+        codes = codes[:, packed.order]
+    if packed.pad:
+        codes = torch.nn.functional.pad(codes, (0, packed.pad))
+    codes = codes.contiguous()
+    rows = codes.shape[0]
+    out = torch.empty(rows, packed.outputs)
+    loaded.nybble_linear(packed.address, codes.data_ptr(), scale.data_ptr(), out.data_ptr(), rows)
+    return out if packed.dtype is torch.float32 else out.to(packed.dtype)
+
+
+def _accepts_float(shape: LinearShape) -> str | None:
+    if shape.device.type != "cpu" or shape.dtype != torch.float32:
+        return "multiplies float32 activations on the CPU"
+    if shape.scheme.act is not None and shape.scheme.act.num == INT8:
+        return "multiplies in floating point; the scheme wants int8 activations"
+    return None
+
+
+def _pack_float(weight: QTensor | Tensor, shape: LinearShape) -> Tensor:
+    dense = dequantize(weight) if isinstance(weight, QTensor) else weight
+    return dense.contiguous() if dense.dtype in FLOAT_KINDS else dense.float().contiguous()
+
+
+def _dense(loaded: ctypes.CDLL, weight: Tensor, x: Rows | Tensor) -> Tensor:
+    """x float32 [M, K] x weight [N, K] in fp32, bf16 or fp16 -> float32 [M, N], summed in fp32 in one fixed order."""
+    assert isinstance(x, Tensor)
+    x = x.contiguous()
+    rows, (outputs, k) = x.shape[0], weight.shape
+    out = torch.empty(rows, outputs)
+    loaded.nybble_dense(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, outputs, k, FLOAT_KINDS[weight.dtype])
+    return out
+
+
+def kernels(*defines: str) -> tuple[LinearKernel, ...]:
+    """Linear kernels of this machine in order of preference; empty when `cpu.c` could not be built."""
+    loaded = library(*defines)
+    if loaded is None:
+        return ()
+    name = loaded.nybble_instructions().decode()
+    return (
+        LinearKernel(f"cpu int8 ({name})", _accepts_int8, _pack_int8, functools.partial(_run_int8, loaded), PER_TOKEN_INT8),
+        LinearKernel(f"cpu float ({name})", _accepts_float, _pack_float, functools.partial(_dense, loaded), None),
+    )
+
+
+# ---- ops ----------------------------------------------------------------------------------------------------------
+
+
+def _wide(*tensors: Tensor | None) -> bool:
+    return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in tensors)
+
+
+def _quantize_rows(loaded: ctypes.CDLL, x: Tensor) -> Rows:
+    if not _wide(x) or x.dim() != 2:
+        return reference.quantize_rows(x)
+    rows, width = x.shape
+    codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
+    loaded.nybble_quantize_rows(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, width)
+    return Rows(codes, scale)
+
+
+def _rms_norm(
+    loaded: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: bool
+) -> tuple[Tensor | Rows, Tensor]:
+    if not _wide(x, weight, residual) or x.dim() != 2:
+        return reference.rms_norm(x, weight, eps, residual, quantize)
+    rows, width = x.shape
+    hidden = x if residual is None else torch.empty_like(x)
+    other = None if residual is None else residual.data_ptr()
+    if quantize:
+        codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
+        loaded.nybble_rms_norm(x.data_ptr(), other, hidden.data_ptr(), weight.data_ptr(), None, codes.data_ptr(),
+                               scale.data_ptr(), rows, width, eps)
+        return Rows(codes, scale), hidden
+    out = torch.empty_like(x)
+    loaded.nybble_rms_norm(x.data_ptr(), other, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), None, None, rows,
+                           width, eps)
+    return out, hidden
+
+
+def _silu_mul(loaded: ctypes.CDLL, gate_up: Tensor, quantize: bool) -> Tensor | Rows:
+    if not _wide(gate_up) or gate_up.dim() != 2:
+        return reference.silu_mul(gate_up, quantize)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if quantize:
+        codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
+        loaded.nybble_silu_mul(gate_up.data_ptr(), None, codes.data_ptr(), scale.data_ptr(), rows, width)
+        return Rows(codes, scale)
+    out = torch.empty(rows, width)
+    loaded.nybble_silu_mul(gate_up.data_ptr(), out.data_ptr(), None, None, rows, width)
+    return out
+
+
+def _takes_cache(kv: LayerKV) -> bool:
+    tensors = (kv.k, kv.v, kv.k_params, kv.v_params)
+    scaled = kv.k_params is None and (kv.k_scale != 1.0 or kv.v_scale != 1.0)
+    return kv.name in KINDS and not scaled and all(t is None or t.is_contiguous() for t in tensors)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _rope_write(
+    loaded: ctypes.CDLL, qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
+    k_norm: Tensor | None, eps: float,
+) -> Tensor:
+    if not _takes_cache(kv) or not _wide(qkv, cos_sin, q_norm, k_norm):
+        return reference.rope_write(qkv, kv, step, cos_sin, kv_heads, q_norm, k_norm, eps)
+    tokens = qkv.shape[0]
+    block_size, dim = kv.k.shape[2], kv.k.shape[3] * (2 if kv.name == "int4" else 1)
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q = torch.empty(tokens, heads, dim)
+    positions, slots = step.positions, step.slots  # kept in locals while their pointers are in use
+    loaded.nybble_rope_write(
+        qkv.data_ptr(), q.data_ptr(), cos_sin.data_ptr(), _pointer(q_norm), _pointer(k_norm), kv.k.data_ptr(),
+        kv.v.data_ptr(), _pointer(kv.k_params), _pointer(kv.v_params), positions.data_ptr(), slots.data_ptr(),
+        KINDS[kv.name], tokens, heads, kv_heads, block_size, dim, cos_sin.shape[1], eps,
+    )
+    return q
+
+
+def _attention(loaded: ctypes.CDLL, q: Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> Tensor:
+    if not _takes_cache(kv) or not _wide(q) or step.block_table.stride(-1) != 1:
+        return reference.attention(q, kv, step, scale, window)
+    _, kv_heads, block_size, _ = kv.k.shape
+    out = torch.empty_like(q)
+    table, start, context = step.block_table, step.query_start, step.context_len
+    loaded.nybble_attention(
+        q.data_ptr(), out.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), _pointer(kv.k_params), _pointer(kv.v_params),
+        table.data_ptr(), start.data_ptr(), context.data_ptr(), context.shape[0], table.stride(0), KINDS[kv.name],
+        q.shape[1], kv_heads, block_size, q.shape[2], window, scale,
+    )
+    return out
+
+
+def _logits(loaded: ctypes.CDLL, hidden: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype not in FLOAT_KINDS or not weight.is_contiguous():
+        return reference.logits(hidden, weight)
+    return _dense(loaded, weight, hidden.float())
+
+
+def ops(*defines: str) -> Ops | None:
+    """The fused ops of this machine, None when `cpu.c` could not be built."""
+    loaded = library(*defines)
+    if loaded is None:
+        return None
+    bound = (functools.partial(f, loaded)
+             for f in (_rms_norm, _silu_mul, _quantize_rows, _rope_write, _attention, _logits))
+    return Ops(f"cpu ({loaded.nybble_instructions().decode()})", *bound)

@@ -1,0 +1,306 @@
+"""Portable Triton kernels for everything around the matrix products: norms, activations, row quantization, RoPE with the
+cache write, and (from `attention_triton`) paged attention. `OPS` is what a CUDA or ROCm device runs; `kernels.reference` says
+what each op means.
+
+One idea: a row is reduced by one program, whole, in an order fixed by its width alone, so no result depends on how many
+other rows there are. Nothing here allocates workspaces, synchronises or looks at a tensor's values on the host, so every op
+can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nybble.formats.spec import KV
+from nybble.kernels import attention_triton
+from nybble.kernels.registry import Ops
+from nybble.kernels.types import LayerKV, Rows, Step
+
+# Adding and subtracting 1.5 * 2^23 rounds an fp32 below 2^22 to the nearest integer, ties to even, on every device.
+_ROUND = tl.constexpr(12582912.0)
+_SMALLEST_ABSMAX = tl.constexpr(1e-10)  # formats.numerics.SMALLEST_ABSMAX
+
+
+@triton.jit
+def _round(x):
+    return (x + _ROUND) - _ROUND
+
+
+@triton.jit
+def _store_int8_row(y, codes_ptr, scale_ptr, row, column, kept, width):
+    """Symmetric int8 of one fp32 row whose masked tail is zero; the same bits as `formats.numerics.quantize_rows`."""
+    absmax = tl.maximum(tl.max(tl.abs(y), 0), _SMALLEST_ABSMAX)
+    codes = _round(y * tl.math.div_rn(127.0, absmax))
+    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
+    tl.store(codes_ptr + row * width + column, codes, mask=kept)
+    tl.store(scale_ptr + row, tl.math.div_rn(absmax, 127.0))
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, h_ptr, y_ptr, scale_ptr, eps,
+                     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    kept = column < WIDTH
+    h = tl.load(x_ptr + row * WIDTH + column, mask=kept, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=kept, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        other = tl.load(residual_ptr + row * WIDTH + column, mask=kept, other=0.0)
+        h = (h.to(tl.float32) + other.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(h_ptr + row * WIDTH + column, h, mask=kept)
+    wide = h.to(tl.float32)
+    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps) * weight
+    if QUANTIZE:
+        _store_int8_row(y, y_ptr, scale_ptr, row, column, kept, WIDTH)
+    else:
+        tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = column < WIDTH
+    gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=kept, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=kept, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    if QUANTIZE:
+        _store_int8_row(y, y_ptr, scale_ptr, row, column, kept, WIDTH)
+    else:
+        tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    kept = column < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + column, mask=kept, other=0.0).to(tl.float32)
+    _store_int8_row(x, codes_ptr, scale_ptr, row, column, kept, WIDTH)
+
+
+def _row_shape(width: int) -> tuple[int, int]:
+    """(block, warps) of a whole-row program: 16 values a thread or more, at most 16 warps. A function of width alone."""
+    block = triton.next_power_of_2(width)
+    return block, min(16, max(1, block // 512))
+
+
+def _rows_like(x: Tensor, width: int) -> Rows:
+    rows = x.shape[0]
+    return Rows(torch.empty((rows, width), dtype=torch.int8, device=x.device),
+                torch.empty(rows, dtype=torch.float32, device=x.device))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: bool
+             ) -> tuple[Tensor | Rows, Tensor]:
+    """`reference.rms_norm` in one kernel: reads x (and residual), writes h and y, touches nothing twice."""
+    rows, width = x.shape
+    x = x.contiguous()
+    h = x if residual is None else torch.empty_like(x)
+    out = _rows_like(x, width) if quantize else torch.empty_like(x)
+    if rows:
+        block, warps = _row_shape(width)
+        codes, scale = out if quantize else (out, out)
+        _rms_norm_kernel[(rows,)](x, x if residual is None else residual.contiguous(), weight, h, codes, scale, eps,
+                                  width, block, residual is not None, quantize, num_warps=warps)
+    return out, h
+
+
+def silu_mul(gate_up: Tensor, quantize: bool) -> Tensor | Rows:
+    """`reference.silu_mul` in one kernel. Without quantization a row needs no reduction and is spread over programs."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    gate_up = gate_up.contiguous()
+    out = _rows_like(gate_up, width) if quantize else torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        block, warps = _row_shape(width) if quantize else (1024, 4)
+        codes, scale = out if quantize else (out, out)
+        _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, codes, scale, width, block, quantize, num_warps=warps)
+    return out
+
+
+def quantize_rows(x: Tensor) -> Rows:
+    """`reference.quantize_rows`, bit for bit."""
+    rows, width = x.shape
+    out = _rows_like(x, width)
+    if rows:
+        block, warps = _row_shape(width)
+        _quantize_rows_kernel[(rows,)](x.contiguous(), out.codes, out.scale, width, block, num_warps=warps)
+    return out
+
+
+# ---- RoPE, KV quantization, paged write ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """uint8 bits of the nearest (ties to even) float8 of a clamped fp32, by integer arithmetic: the same bytes on devices
+    with and without float8 instructions. Normal numbers round their fp32 mantissa; below them the codes are multiples of
+    2^(1 - BIAS - MANTISSA)."""
+    shift: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    tiny = _round(tl.abs(x) * (2.0 ** (BIAS - 1 + MANTISSA))).to(tl.int32)
+    code = tl.where(tl.abs(x) < 2.0 ** (1 - BIAS), tiny, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _rotated_half(x_ptr, base, column, kept, norm_ptr, inverse_rms, cos_sin_ptr, NORM: tl.constexpr, ROTARY: tl.constexpr):
+    """Channels `column` of heads that start at `base` after norm and rotation, rounded to x's dtype. fp32 [heads, channels]."""
+    dtype = x_ptr.dtype.element_ty
+    half: tl.constexpr = ROTARY // 2
+    turns = column < ROTARY
+    partner = tl.where(column < half, column + half, column - half)
+    x = tl.load(x_ptr + base + column, mask=kept, other=0.0).to(tl.float32)
+    other = tl.load(x_ptr + base + partner, mask=kept & turns, other=0.0).to(tl.float32)
+    if NORM:
+        x = (x * inverse_rms * tl.load(norm_ptr + column, mask=kept, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + partner, mask=kept & turns, other=0.0).to(tl.float32)
+        other = (other * inverse_rms * weight).to(dtype).to(tl.float32)
+    angle = tl.where(column < half, column, partner)
+    cos = tl.load(cos_sin_ptr + angle, mask=turns, other=1.0)
+    sin = tl.load(cos_sin_ptr + half + angle, mask=turns, other=0.0)
+    out = x * cos + other * tl.where(column < half, -sin, sin)
+    return out.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _plain_half(x_ptr, base, column, kept):
+    return tl.load(x_ptr + base + column, mask=kept, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write_half(ptr, token, column, kept, x, WIDTH: tl.constexpr, KIND: tl.constexpr, scale):
+    if KIND == "fp8":
+        code = _float8_bits(tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -448.0), 448.0), 3, 7)
+    elif KIND == "fp8_e5m2":
+        code = _float8_bits(tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -57344.0), 57344.0), 2, 15)
+    else:
+        code = x.to(ptr.dtype.element_ty)
+    tl.store(ptr + token * WIDTH + column, code, mask=kept)
+
+
+@triton.jit
+def _write_heads(ptr, params_ptr, token, head_kept, low, high, column, half_kept, scale,
+                 DIM: tl.constexpr, KIND: tl.constexpr):
+    """Quantize heads given as two halves of their channels and store them at `token` (a row of the cache) [heads, 1]."""
+    half: tl.constexpr = DIM // 2
+    kept = head_kept & half_kept
+    if KIND == "int8" or KIND == "int4":
+        levels: tl.constexpr = 255.0 if KIND == "int8" else 15.0
+        least = tl.min(tl.where(half_kept, tl.minimum(low, high), float("inf")), 1)[:, None]
+        most = tl.max(tl.where(half_kept, tl.maximum(low, high), float("-inf")), 1)[:, None]
+        step = tl.math.div_rn(most - least, levels).to(tl.float16)
+        minimum = least.to(tl.float16)
+        wide = step.to(tl.float32)
+        inverse = tl.where(wide > 0, tl.math.div_rn(1.0, tl.where(wide > 0, wide, 1.0)), 0.0)
+        # The minimum may be rounded to either side, so both ends are clamped.
+        low = tl.minimum(tl.maximum(_round((low - minimum.to(tl.float32)) * inverse), 0.0), levels).to(tl.uint8)
+        high = tl.minimum(tl.maximum(_round((high - minimum.to(tl.float32)) * inverse), 0.0), levels).to(tl.uint8)
+        if KIND == "int8":
+            tl.store(ptr + token * DIM + column, low, mask=kept)
+            tl.store(ptr + token * DIM + half + column, high, mask=kept)
+        else:
+            tl.store(ptr + token * half + column, low | (high << 4), mask=kept)
+        tl.store(params_ptr + token * 2, step, mask=head_kept)
+        tl.store(params_ptr + token * 2 + 1, minimum, mask=head_kept)
+    else:
+        _write_half(ptr, token, column, kept, low, DIM, KIND, scale)
+        _write_half(ptr, token, half + column, kept, high, DIM, KIND, scale)
+
+
+@triton.jit
+def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, position_ptr, slot_ptr, cos_sin_ptr,
+                       q_norm_ptr, k_norm_ptr, eps, k_scale, v_scale,
+                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+                       ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
+    """One program: GROUP heads of one kind (Q, K or V by program_id(1)) of one token, as two halves of their channels."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    q_parts: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    kv_parts: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
+    column = tl.arange(0, HALF)[None, :]
+    half_kept = column < DIM // 2
+    index = tl.arange(0, GROUP)[:, None]
+    row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM
+    cos_sin = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * ROTARY
+    if part < q_parts:
+        head = part * GROUP + index
+        head_kept = head < HEADS
+        kept = head_kept & half_kept
+        inverse_rms = _inverse_rms(row, head * DIM, column, kept, eps, DIM, Q_NORM)
+        low = _rotated_half(row, head * DIM, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
+        high = _rotated_half(row, head * DIM, column + DIM // 2, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
+        out = q_ptr + (token * HEADS + head) * DIM + column
+        tl.store(out, low.to(q_ptr.dtype.element_ty), mask=kept)
+        tl.store(out + DIM // 2, high.to(q_ptr.dtype.element_ty), mask=kept)
+    else:
+        slot = tl.load(slot_ptr + token)
+        if slot >= 0:
+            is_k = part < q_parts + kv_parts
+            head = (part - q_parts - tl.where(is_k, 0, kv_parts)) * GROUP + index
+            head_kept = head < KV_HEADS
+            kept = head_kept & half_kept
+            target = ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+            if is_k:
+                base = (HEADS + head) * DIM
+                inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
+                low = _rotated_half(row, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+                high = _rotated_half(row, base, column + DIM // 2, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+                _write_heads(k_ptr, k_params_ptr, target, head_kept, low, high, column, half_kept, k_scale, DIM, KIND)
+            else:
+                base = (HEADS + KV_HEADS + head) * DIM
+                low = _plain_half(row, base, column, kept)
+                high = _plain_half(row, base, column + DIM // 2, kept)
+                _write_heads(v_ptr, v_params_ptr, target, head_kept, low, high, column, half_kept, v_scale, DIM, KIND)
+
+
+@triton.jit
+def _inverse_rms(x_ptr, base, column, kept, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """1 / rms over each head's channels [heads, 1]; 1 when heads are not normed."""
+    if NORM:
+        low = _plain_half(x_ptr, base, column, kept)
+        high = _plain_half(x_ptr, base, column + DIM // 2, kept)
+        return tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
+    else:
+        return 1.0
+
+
+def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
+               k_norm: Tensor | None, eps: float) -> Tensor:
+    """`reference.rope_write` in one kernel. Raises ValueError for an odd head_dim, which has no halves to pair."""
+    qkv = qkv.contiguous()
+    tokens = qkv.shape[0]
+    head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
+    if head_dim % 2:
+        raise ValueError(f"rotary embedding pairs channels: head_dim {head_dim} is odd")
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    group = min(8, triton.next_power_of_2(max(heads, kv_heads)))
+    parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
+    _rope_write_kernel[(tokens, parts)](
+        qkv, q, attention_triton.storage(kv.k), attention_triton.storage(kv.v),
+        kv.k if kv.k_params is None else kv.k_params, kv.v if kv.v_params is None else kv.v_params,
+        step.positions, step.slots, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+        eps, kv.k_scale, kv.v_scale, heads, kv_heads, head_dim, triton.next_power_of_2(head_dim // 2), cos_sin.shape[1],
+        kv.block_size, group, kv.name if KV[kv.name].num.bits <= 8 else "copy", q_norm is not None, k_norm is not None,
+        num_warps=2 if group * head_dim <= 1024 else 4)
+    return q
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`linear_triton.logits`, found late: the linear kernels are a sibling that need not be loaded to norm a row."""
+    from nybble.kernels import linear_triton
+
+    return linear_triton.logits(hidden, weight)
+
+
+OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, logits)

@@ -1,0 +1,178 @@
+"""Linears: a weight in whatever format, multiplied by whichever kernel accepts it. No scheme and no kernel is named here.
+
+A `Linear` is one packed weight. A `Projection` is the named linears that share an input (q, k, v; gate, up; or one alone):
+joined into as few `Linear`s as their formats allow, and replaceable one name at a time, which is what a quantizer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.formats.qtensor import QTensor, join
+from nybble.formats.spec import Spec, scheme_of
+from nybble.kernels.registry import LinearShape, Ops, choose
+from nybble.kernels.types import Rows
+
+Observe = Callable[[str, Tensor], None]  # (linear's name, its float input [M, K] before any quantization)
+
+
+class Linear:
+    """y = x W^T + b with the packed weight of the first kernel that accepts it.
+
+    weight: `QTensor` or float Tensor [N, K]; act: what its inputs are quantized to at run time (None: not at all); bias:
+    float [N] or None. `takes`: the activation spec the kernel wants (None: a float tensor), so that the op before can emit
+    `Rows`. Raises ValueError naming every kernel's refusal when none runs it.
+    """
+
+    def __init__(self, weight: QTensor | Tensor, act: Spec | None, bias: Tensor | None, device: torch.device,
+                 dtype: torch.dtype, ops: Ops) -> None:
+        quantized = isinstance(weight, QTensor)
+        scheme = scheme_of(weight.spec if quantized else None, act)
+        self.shape = LinearShape(scheme, *weight.shape, device, dtype, quantized and weight.order is not None)
+        self.choice = choose(self.shape)
+        self.bits_per_weight = weight.bits_per_weight if quantized else 8.0 * weight.dtype.itemsize
+        self.takes = self.choice.kernel.takes
+        self._run, self._quantize_rows = self.choice.kernel.run, ops.quantize_rows
+        self._packed: Any = self.choice.kernel.pack(weight, self.shape)
+        self._bias = None if bias is None else bias.to(device, dtype)
+
+    def __call__(self, x: Rows | Tensor) -> Tensor:
+        """[M, K] float, or its int8 rows when the kernel takes them -> [M, N] in the layer's dtype."""
+        if self.takes is not None and not isinstance(x, Rows):
+            x = self._quantize_rows(x)
+        out = self._run(self._packed, x)
+        return out if self._bias is None else out + self._bias
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named linear of a projection. `weight` is None once packed, unless the projection keeps weights."""
+
+    name: str
+    shape: tuple[int, int]
+    weight: QTensor | Tensor | None
+    act: Spec | None = None
+    bias: Tensor | None = None
+
+
+class Projection:
+    """Named linears of one input, concatenated along the output. Packed on first use (or by `pack`).
+
+    keep: hold on to the canonical weights so that single linears can be replaced; costs their memory a second time where
+    packing copies.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, ops: Ops, keep: bool = False) -> None:
+        self.parts, self.device, self.dtype, self.ops, self.keep = tuple(parts), device, dtype, ops, keep
+        self._linears: tuple[Linear, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.pack()._linears or ()
+
+    @property
+    def takes(self) -> Spec | None:
+        """What every linear of it takes; None (float) also when they differ."""
+        first = self.linears[0].takes
+        return first if all(linear.takes == first for linear in self.linears) else None
+
+    def pack(self) -> Projection:
+        if self._linears is None:
+            self._linears = tuple(
+                Linear(*_join(group), self.device, self.dtype, self.ops) for group in _joinable(self.parts)
+            )
+            if not self.keep:
+                self.parts = tuple(replace(part, weight=None, bias=None) for part in self.parts)
+        return self
+
+    def __call__(self, x: Rows | Tensor, observe: Observe | None = None) -> Tensor:
+        """[M, K] float, or rows when `takes` says so -> [M, sum of N]. `observe` needs x as float, and sees it per name."""
+        if observe is not None:
+            assert isinstance(x, Tensor)
+            for name in self.names:
+                observe(name, x)
+        linears = self.linears
+        if not isinstance(x, Rows) and self.takes is not None:
+            x = self.ops.quantize_rows(x)
+        return linears[0](x) if len(linears) == 1 else torch.cat([linear(x) for linear in linears], -1)
+
+    def part(self, name: str) -> Part:
+        """By full name or its last component. Raises KeyError saying which there are."""
+        for part in self.parts:
+            if name in (part.name, part.name.rpartition(".")[2]):
+                return part
+        raise KeyError(f"no linear {name!r} here; there are {', '.join(self.names)}")
+
+    def replace(self, name: str, weight: QTensor | Tensor, act: Spec | None) -> None:
+        """Put another weight [N, K] in place of one linear's; its bias stays. Raises ValueError for another shape, or when
+        the weights it would be joined with again were not kept."""
+        old = self.part(name)
+        if tuple(weight.shape) != old.shape:
+            raise ValueError(f"{old.name}: cannot replace a weight of shape {old.shape} with {tuple(weight.shape)}")
+        if not self.keep:
+            raise ValueError(f"{old.name}: its weights were given up when packed; load the model with editable=True")
+        new = replace(old, weight=weight, act=act)
+        self.parts = tuple(new if part is old else part for part in self.parts)
+        self._linears = None
+
+    def explain(self) -> list[dict[str, Any]]:
+        """Per packed linear: name, scheme, kernel, refusals ((kernel, reason), ...), bits_per_weight."""
+        rows = []
+        names, linears = list(self.names), self.linears
+        for linear in linears:
+            mine, width = [], linear.shape.out_features
+            while width > 0:
+                width -= self.parts[len(self.names) - len(names)].shape[0]
+                mine.append(names.pop(0))
+            head, _, _ = mine[0].rpartition(".")
+            short = ",".join(name.rpartition(".")[2] for name in mine)
+            rows.append({
+                "name": f"{head}.{short}" if head else short,
+                "scheme": linear.shape.scheme.name,
+                "kernel": linear.choice.kernel.name,
+                "refusals": linear.choice.refusals,
+                "bits_per_weight": linear.bits_per_weight,
+            })
+        return rows
+
+
+def _joinable(parts: Sequence[Part]) -> list[list[Part]]:
+    """Neighbours that mean the same by their codes, together."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if groups and _alike(groups[-1][0], part):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
+
+
+def _alike(a: Part, b: Part) -> bool:
+    assert a.weight is not None and b.weight is not None
+    if a.act != b.act or type(a.weight) is not type(b.weight):
+        return False
+    if isinstance(a.weight, Tensor):
+        return a.weight.dtype == b.weight.dtype
+    one, other = a.weight.order, b.weight.order
+    same_order = one is other if one is None or other is None else torch.equal(one, other)
+    return a.weight.spec == b.weight.spec and same_order
+
+
+def _join(parts: list[Part]) -> tuple[QTensor | Tensor, Spec | None, Tensor | None]:
+    weights: list[Any] = [part.weight for part in parts]
+    if len(parts) == 1:
+        return weights[0], parts[0].act, parts[0].bias
+    bias = None
+    if any(part.bias is not None for part in parts):
+        bias = torch.cat([torch.zeros(part.shape[0]) if part.bias is None else part.bias.float().cpu() for part in parts])
+    weight = torch.cat(weights) if isinstance(weights[0], Tensor) else join(weights)
+    return weight, parts[0].act, bias

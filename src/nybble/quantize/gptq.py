@@ -1,0 +1,207 @@
+"""GPTQ: round one input channel at a time and let the channels not yet rounded absorb the error (arXiv 2210.17323).
+
+Pure functions of a weight and its input's second moment; nothing here runs a model. The one idea: what matters is not the
+weight's error E but the output's, tr(E H E^T) with H the mean of x x^T over the calibration inputs.
+
+Beyond the paper: groups are static (scales chosen from the original weight before any error is fed back), so that
+activation order never scatters a group; damping grows by itself until H factors; and after the greedy pass `refine`
+sweeps the channels again, each code set to its optimum given all others (QuantEase, arXiv 2309.01885), with the scales
+refitted in closed form in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nybble.formats.numerics import quantize_weight
+from nybble.formats.qtensor import QTensor, dequantize, expand
+from nybble.formats.spec import Spec
+from nybble.quantize.rtn import absmax_scale, check_spec, mse_scale, storable, tiles
+
+LARGEST_DAMPING = 1.0
+
+
+class SecondMoment:
+    """The running mean of x x^T over rows: the Hessian of a linear's output error, up to a factor.
+
+    Sums in fp32 per call and in fp64 across calls (fp32 when K > 8192, where fp64 would not fit beside the weights).
+    """
+
+    def __init__(self, in_features: int, device: torch.device | str) -> None:
+        dtype = torch.float64 if in_features <= 8192 else torch.float32
+        self.total = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+        self.rows = 0
+
+    def add(self, x: Tensor) -> None:
+        """x float [M, K]: one row per token."""
+        wide = x.float()
+        self.total += wide.t() @ wide
+        self.rows += x.shape[0]
+
+    def mean(self) -> Tensor:
+        """float [K, K]. Raises ValueError before the first row."""
+        if not self.rows:
+            raise ValueError("no calibration row was seen")
+        return self.total / self.rows
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """damping: share of the mean diagonal added to H, grown tenfold as long as H does not factor. act_order: heaviest
+    input channels first. mse: search the scales, weighted by H's diagonal, instead of absmax / qmax. sweeps: refinement
+    passes after the greedy one. block: channels whose error is fed back to the rest in one product."""
+
+    damping: float = 0.01
+    act_order: bool = True
+    mse: bool = True
+    sweeps: int = 0
+    block: int = 128
+
+
+def output_error(weight: Tensor, q: QTensor, moment: Tensor) -> float:
+    """Relative squared error of the layer's output: tr(E H E^T) / tr(W H W^T), E = dequantize(q) - W."""
+    wide = weight.to(moment.dtype)
+    error = dequantize(q, torch.float64).to(moment.dtype) - wide
+    return float(((error @ moment) * error).sum() / ((wide @ moment) * wide).sum().clamp_min(1e-30))
+
+
+def damped(moment: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
+    """(H + damping, the lower Cholesky factor of it with both axes reversed), both fp64 [K, K].
+
+    A dead input channel gets 1 on its diagonal: it is then rounded to nearest and shares no error.
+    Raises ValueError naming the layer when H is not finite or does not factor at any damping up to 1.
+    """
+    if not torch.isfinite(moment).all():
+        raise ValueError(
+            f"{name}: its calibration inputs hold NaN or infinity (an overflow in a layer before it, or a damaged checkpoint)"
+        )
+    h = moment.double().clone()
+    diagonal = h.diagonal()
+    diagonal[diagonal <= 0] = 1.0
+    mean = float(diagonal.mean())
+    while damping <= LARGEST_DAMPING:
+        trial = h + damping * mean * torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
+        factor, info = torch.linalg.cholesky_ex(trial.flip(0, 1))
+        if not int(info):
+            return trial, factor
+        damping = max(damping, 1e-4) * 10
+    raise ValueError(f"{name}: its Hessian does not factor even at damping {LARGEST_DAMPING}: use more calibration text")
+
+
+def quantize_gptq(
+    weight: Tensor,
+    moment: Tensor,
+    spec: Spec,
+    scale_dtype: torch.dtype = torch.float16,
+    options: GptqOptions = GptqOptions(),
+    name: str = "this layer",
+) -> QTensor:
+    """float [N, K] weight, [K, K] mean of x x^T -> QTensor of `spec` (symmetric integers, per channel or contiguous groups).
+
+    Runs on the weight's device. Rows are independent: linears that share an input may be stacked. Raises ValueError (with
+    `name`) for values that are not finite, a Hessian that does not factor, and specs that do not fit.
+    """
+    check_spec(spec)
+    if spec.num.kind != "int":
+        raise ValueError(f"{name}: GPTQ rounds to integers, not {spec.num.name}; use rtn")
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name}: the weight holds NaN or infinity")
+    wide = weight.float()
+    k = wide.shape[1]
+    order = moment.diagonal().argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=wide.device)
+    h, factor = damped(moment[order][:, order], options.damping, name)
+    # H^-1 = U^T U with U = R^-1 upper, where H = R R^T and R is the reversed H's Cholesky factor reversed back.
+    identity = torch.eye(k, dtype=h.dtype, device=h.device)
+    upper = torch.linalg.solve_triangular(factor.flip(0, 1), identity, upper=True).float()
+    diagonal = moment.diagonal().float()
+    scale = mse_scale(wide, spec, scale_dtype, diagonal) if options.mse else absmax_scale(wide, spec, scale_dtype)
+    codes = _greedy(wide[:, order].t().contiguous(), _per_channel(scale, wide.shape, order), upper, spec, options.block)
+    h = h.float()
+    for _ in range(options.sweeps):
+        scale = refit_scale(wide[:, order], codes.t(), scale, spec, order, h, scale_dtype)
+        codes = _sweep(wide[:, order].t().contiguous(), codes, _per_channel(scale, wide.shape, order), h, spec, options.block)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(k, device=order.device)
+    return QTensor(spec, codes.t()[:, back].to(torch.int8).contiguous(), scale)
+
+
+def _per_channel(scale: Tensor, shape: tuple[int, int], order: Tensor) -> Tensor:
+    """Scales [N, G] -> one per weight, transposed and in rounding order: [K, N]."""
+    return expand(scale, shape)[:, order].t().contiguous()
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+
+
+def _greedy(weight: Tensor, scale: Tensor, upper: Tensor, spec: Spec, block: int) -> Tensor:
+    """weight, scale [K, N] (weight is consumed) -> codes float [K, N]. Channels are rows here: contiguous to update."""
+    k = weight.shape[0]
+    inverse = _reciprocal(scale)
+    codes = torch.empty_like(weight)
+    for start in range(0, k, block):
+        stop = min(start + block, k)
+        errors = torch.empty_like(weight[start:stop])
+        for j in range(start, stop):
+            row = weight[j]
+            torch.mul(row, inverse[j], out=codes[j])
+            codes[j].round_().clamp_(spec.num.qmin, spec.num.qmax)
+            error = errors[j - start]
+            torch.addcmul(row, codes[j], scale[j], value=-1.0, out=error)
+            error.div_(upper[j, j])
+            weight[j + 1 : stop].addr_(upper[j, j + 1 : stop], error, alpha=-1.0)
+        weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1.0)
+    return codes
+
+
+def _sweep(weight: Tensor, codes: Tensor, scale: Tensor, h: Tensor, spec: Spec, block: int) -> Tensor:
+    """One pass of coordinate descent on tr(E H E^T), E = weight - codes * scale: every code to its optimum given the rest."""
+    k = weight.shape[0]
+    inverse = _reciprocal(scale)
+    codes = codes.clone()
+    pull = h @ (weight - codes * scale)  # [K, N]: how the loss pulls each quantized value up
+    for start in range(0, k, block):
+        stop = min(start + block, k)
+        before = codes[start:stop] * scale[start:stop]
+        for j in range(start, stop):
+            old = codes[j].clone()
+            torch.addcmul(old, pull[j], inverse[j], value=1.0 / float(h[j, j]), out=codes[j])
+            codes[j].round_().clamp_(spec.num.qmin, spec.num.qmax)
+            moved = (codes[j] - old).mul_(scale[j])
+            pull[j:stop].addr_(h[j, j:stop], moved, alpha=-1.0)
+        moved = codes[start:stop] * scale[start:stop] - before
+        pull[stop:].addmm_(h[start:stop, stop:].t(), moved, alpha=-1.0)
+    return codes
+
+
+def refit_scale(
+    weight: Tensor, codes: Tensor, scale: Tensor, spec: Spec, order: Tensor, h: Tensor, scale_dtype: torch.dtype
+) -> Tensor:
+    """The scales that minimize tr(E H E^T) for given codes: a least-squares problem of one unknown per group and row.
+
+    weight, codes [N, K] in rounding `order`, h [K, K] likewise; scale [N, G] -> [N, G]. Rows whose solution is not positive
+    or not finite (too few codes in a group) keep the scale they had.
+    """
+    groups = scale.shape[1]
+    if groups == 1:
+        projected = codes @ h
+        fitted = ((projected * weight).sum(1) / (projected * codes).sum(1).clamp_min(1e-30))[:, None]
+    else:
+        width = weight.shape[1] // groups
+        member = torch.nn.functional.one_hot(order // width, groups).to(h.dtype)  # [K, G]
+        target = torch.einsum("nk,kg->ng", codes * (weight @ h), member)
+        normal = torch.empty(weight.shape[0], groups, groups, dtype=h.dtype, device=h.device)
+        for g in range(groups):
+            mine = (order // width) == g
+            normal[:, g] = (codes * (codes[:, mine] @ h[mine])) @ member
+        ridge = normal.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30) * 1e-5
+        normal = normal + ridge[:, None, None] * torch.eye(groups, dtype=h.dtype, device=h.device)
+        fitted = torch.linalg.solve_ex(normal, target)[0]
+    usable = torch.isfinite(fitted) & (fitted > 0.5 * scale) & (fitted < 2.0 * scale)
+    return torch.where(usable.all(1, keepdim=True), storable(fitted, scale_dtype), scale)
+
+
+__all__ = ["GptqOptions", "SecondMoment", "output_error", "quantize_gptq", "quantize_weight", "tiles"]

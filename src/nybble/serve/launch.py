@@ -1,0 +1,142 @@
+"""`nybble serve`: the engine in its own process, the HTTP server in this one, and both down together.
+
+It holds no policy: routes are `app`'s, the engine's settings are `EngineConfig`'s. The one idea: everything that can be wrong
+before a model is loaded (the path, the port, the tokenizer) is found before it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+
+from nybble.engine.client import EngineClient, EngineDied
+from nybble.engine.config import EngineConfig, ProcessConfig
+from nybble.serve.app import create_app
+from nybble.text import load_tokenizer
+
+SAY_EVERY_S = 5.0
+WATCH_S = 0.5
+
+
+class ServeError(Exception):
+    """The server cannot start or go on; the message says what would help."""
+
+
+def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, name: str | None = None, device: str = "auto",
+          engine: EngineConfig | None = None, api_key: str | None = None, max_waiting: int = 1024,
+          max_body_bytes: int = 16 << 20, drain_s: int = 30, log_level: str = "warning",
+          progress: Callable[[str], None] | None = None) -> None:
+    """Serve a checkpoint until SIGINT or SIGTERM: then no request is taken any more, those running have drain_s seconds.
+
+    port: 0 is any free one. name: what clients call the model; default the checkpoint's. progress: told in words what happens,
+    at the end of starting where the server is. Raises ServeError.
+    """
+    path = Path(model)
+    if not path.exists():
+        raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
+    listener = listen(host, port)
+    try:
+        tokenizer = load_tokenizer(path)
+        config = ProcessConfig(model=str(path), device=device, engine=engine or EngineConfig())
+        asyncio.run(run(config, tokenizer, listener, progress=progress or (lambda _: None), drain_s=drain_s, log_level=log_level,
+                        name=name, api_key=api_key, max_waiting=max_waiting, max_body_bytes=max_body_bytes))
+    finally:
+        listener.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ServeError when the address is taken or is not ours."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror or error}. Is a server running there? "
+                         f"--port 0 takes any free port") from None
+
+
+async def run(config: ProcessConfig, tokenizer, listener: socket.socket, *, progress: Callable[[str], None], drain_s: int = 30,
+              log_level: str = "warning", **options) -> None:
+    """Start the engine, serve on `listener` (which gets closed) until a signal, stop the engine. options: of `create_app`.
+
+    Raises ServeError when the engine cannot start, or dies while serving.
+    """
+    client = EngineClient(config)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stop.set()
+        if len(signals) > 1 and server is not None:  # the second one does not wait for running requests
+            server.force_exit = True
+
+    server: Server | None = None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        info = await _start(client, config, stopping, progress)
+        if info is None:
+            return
+        app = create_app(client, tokenizer, info, **options)
+        server = Server(uvicorn.Config(app, log_level=log_level, lifespan="off", timeout_graceful_shutdown=drain_s,
+                                       server_header=False))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        dying = asyncio.create_task(_death(client))
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        progress(f"{options.get('name') or info.model} is served at http://{shown}:{port} (API: /v1, chat: /)")
+        await asyncio.wait({stopping, serving, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            progress("stopping: waiting for running requests, once more to stop now")
+        server.should_exit = True
+        died = dying.done()
+        dying.cancel()
+        await serving
+        if died:
+            raise ServeError("the engine died, and the server with it: its log above says why")
+    except EngineDied as error:
+        raise ServeError(f"the engine did not start: {error}") from None
+    finally:
+        stopping.cancel()
+        await client.close()
+
+
+async def _start(client: EngineClient, config: ProcessConfig, stopping: asyncio.Task, progress: Callable[[str], None]):
+    """The engine's Info when it is ready; None when a signal came first."""
+    starting, begun = asyncio.create_task(client.start()), time.monotonic()
+    progress(f"loading {config.model}")
+    try:
+        while not starting.done():
+            await asyncio.wait({starting, stopping}, timeout=SAY_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return None
+            if not starting.done():
+                progress(f"loading {config.model}: {time.monotonic() - begun:.0f} s")
+        return starting.result()
+    finally:
+        starting.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await starting
+
+
+async def _death(client: EngineClient) -> None:
+    while client.alive:
+        await asyncio.sleep(WATCH_S)
+    logging.getLogger("nybble.serve").error("the engine is dead")
+
+
+class Server(uvicorn.Server):
+    """uvicorn that leaves signals to `run`: it would raise them again before the engine was told to stop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

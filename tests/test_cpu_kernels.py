@@ -1,0 +1,423 @@
+"""The C kernels against float64 arithmetic and the torch references, and the promise that batching never changes a bit.
+
+Every test runs on the code for this machine, on AVX2 code where the machine has it, and on the portable loops.
+"""
+
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nybble.formats.numerics import quantize_rows, quantize_weight
+from nybble.formats.qtensor import QTensor, dequantize, inner_codes
+from nybble.formats.spec import FP8, INT4, INT8, INT8_CHANNEL, PER_TOKEN_INT8, SCHEMES, Scheme, Spec
+from nybble.kernels import cpu, reference
+from nybble.kernels.registry import LinearShape
+from nybble.kernels.types import LayerKV, Rows, Step
+
+BUILDS = {"native": (), "portable": ("-DNYBBLE_PORTABLE",)}
+if platform.machine() == "x86_64" and "avx2" in Path("/proc/cpuinfo").read_text():
+    BUILDS["avx2"] = ("-march=x86-64-v3",)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=BUILDS, scope="module")
+def build(request) -> tuple[str, ...]:
+    if cpu._compiler() is None:
+        pytest.skip("no C compiler on this machine")
+    return BUILDS[request.param]
+
+
+@pytest.fixture
+def ops(build):
+    return cpu.ops(*build)
+
+
+def linear(build, weight, scheme, floating=False):
+    shape = LinearShape(scheme, *weight.shape, CPU, torch.float32)
+    kernel = next(k for k in cpu.kernels(*build) if k.accepts(shape) is None)
+    packed = kernel.pack(weight, shape)
+    return lambda x: kernel.run(packed, x)
+
+
+def random_codes(spec: Spec, n: int, k: int, generator) -> QTensor:
+    low, high = int(spec.num.qmin), int(spec.num.qmax)
+    codes = torch.randint(low, high + 1, (n, k), generator=generator).to(torch.int8)
+    groups = k // spec.group if spec.group else 1
+    scale = torch.rand(n, groups, generator=generator) * 0.02
+    if spec.over is not None:  # QQQ: small multipliers that bring int4 onto the int8 grid
+        scale = torch.rand(n, groups, generator=generator) * 20
+        return QTensor(spec, codes, scale, over=torch.rand(n, 1, generator=generator) * 0.01)
+    return QTensor(spec, codes, scale)
+
+
+LINEAR_SHAPES = [(1, 192, 576), (3, 1, 1536), (17, 33, 100), (65, 192, 576), (13, 50, 1), (250, 40, 256), (0, 64, 64)]
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8_g128", "w4a8_g64", "w4a8_g32", "w4a8_qqq_g128", "w8a8"])
+@pytest.mark.parametrize(("m", "n", "k"), LINEAR_SHAPES)
+def test_linear_equals_float64(build, scheme, m, n, k):
+    spec = SCHEMES[scheme].weight
+    if spec.group and k % spec.group:
+        k = max(1, k // spec.group) * spec.group
+    generator = torch.Generator().manual_seed(n * k)
+    weight = random_codes(spec, n, k, generator)
+    rows = Rows(torch.randint(-127, 128, (m, k), generator=generator).to(torch.int8), torch.rand(m, generator=generator))
+    got = linear(build, weight, SCHEMES[scheme])(rows)
+    want = rows.codes.double() @ dequantize(weight, torch.float64).t() * rows.scale.double()[:, None]
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6 * float(want.abs().max()) if m else 0)
+
+
+@pytest.mark.parametrize("num", [INT4, INT8])
+@pytest.mark.parametrize(("m", "k"), [(1, 1040), (5, 1040), (31, 1037)])
+def test_integer_part_is_exact(build, num, m, k):
+    """With unit scales the output is the int32 itself, here at the largest magnitudes codes can have (< 2^24, exact in fp32)."""
+    weight = torch.full((40, k), int(num.qmax), dtype=torch.int8)
+    weight[1::2] = int(num.qmin)
+    codes = torch.full((m, k), 127, dtype=torch.int8)
+    codes[::3] = -127
+    got = linear(build, QTensor(Spec(num), weight, torch.ones(40, 1)), Scheme("unit", Spec(num), PER_TOKEN_INT8))(
+        Rows(codes, torch.ones(m)))
+    assert torch.equal(got.to(torch.int64), codes.long() @ weight.long().t())
+
+
+def test_per_channel_and_qqq_equal_the_reference_bitwise(build):
+    for name in ("w4a8", "w8a8", "w4a8_qqq_g128"):
+        weight = random_codes(SCHEMES[name].weight, 70, 384, torch.Generator().manual_seed(3))
+        rows = Rows(*quantize_rows(torch.randn(9, 384, generator=torch.Generator().manual_seed(4))))
+        want = reference._run_int8_act((weight, torch.float32), rows)
+        assert torch.equal(linear(build, weight, SCHEMES[name])(rows), want)
+
+
+def test_qqq_uses_every_int8_code(build):
+    weight = QTensor(SCHEMES["w4a8_qqq_g128"].weight, torch.tensor([[-8, 7] * 64]).to(torch.int8), torch.tensor([[17.0]]),
+                     over=torch.ones(1, 1))
+    assert inner_codes(weight).min() == -128
+    got = linear(build, weight, SCHEMES["w4a8_qqq_g128"])(Rows(torch.full((1, 128), 127, dtype=torch.int8), torch.ones(1)))
+    assert got.item() == 127 * 64 * (-128 + 119)
+
+
+def test_groups_out_of_order(build):
+    """GPTQ g_idx: the group of each input channel is data."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(256, generator=generator) // 64
+    weight = replace(random_codes(SCHEMES["w4a8_g64"].weight, 24, 256, generator), order=order)
+    rows = Rows(*quantize_rows(torch.randn(5, 256, generator=generator)))
+    want = rows.codes.double() @ dequantize(weight, torch.float64).t() * rows.scale.double()[:, None]
+    got = linear(build, weight, SCHEMES["w4a8_g64"])(rows)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+def test_one_scale_for_the_whole_tensor(build):
+    spec = Spec(INT8, (None, None))
+    weight = QTensor(spec, torch.randint(-127, 128, (37, 64)).to(torch.int8), torch.tensor([[0.03]]))
+    rows = Rows(*quantize_rows(torch.randn(4, 64)))
+    want = rows.codes.double() @ dequantize(weight, torch.float64).t() * rows.scale.double()[:, None]
+    torch.testing.assert_close(linear(build, weight, Scheme("tensor", spec, PER_TOKEN_INT8))(rows).double(), want,
+                               rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8_g64", "w8a8"])
+def test_a_linear_row_does_not_depend_on_its_batch(build, scheme):
+    generator = torch.Generator().manual_seed(5)
+    run = linear(build, random_codes(SCHEMES[scheme].weight, 100, 576, generator), SCHEMES[scheme])
+    rows = Rows(*quantize_rows(torch.randn(300, 576, generator=generator)))
+    whole = run(rows)
+    for first, last in ((0, 1), (7, 8), (5, 22), (299, 300), (239, 243)):
+        assert torch.equal(run(Rows(rows.codes[first:last], rows.scale[first:last])), whole[first:last])
+
+
+def test_refusals_name_the_reason(build):
+    kernel = cpu.kernels(*build)[0]
+    ask = lambda weight, act, k=576: kernel.accepts(LinearShape(Scheme("x", weight, act), 8, k, CPU, torch.float32))  # noqa: E731
+    assert ask(Spec(INT4), PER_TOKEN_INT8) is None
+    assert "int8 activations" in ask(Spec(INT4), None)
+    assert "fp8" in ask(Spec(FP8), PER_TOKEN_INT8)
+    assert "zero" in ask(Spec(INT4, zero=True), PER_TOKEN_INT8)
+    assert "128" in ask(Spec(INT4, (1, 128)), PER_TOKEN_INT8, 576 + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 101, 576), (3, 7, 65), (4, 49, 64), (21, 100, 37), (9, 1, 16)])
+def test_logits_and_float_linear(build, ops, dtype, m, n, k):
+    generator = torch.Generator().manual_seed(m)
+    hidden, weight = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator).to(dtype)
+    got = ops.logits(hidden, weight)
+    torch.testing.assert_close(got.double(), hidden.double() @ weight.double().t(), rtol=1e-5, atol=1e-5 * k**0.5)
+    assert torch.equal(got, torch.cat([ops.logits(hidden[i : i + 1], weight) for i in range(m)]))
+    assert torch.equal(got, linear(build, weight, SCHEMES["16bit"])(hidden))
+
+
+def test_float_weights_keep_subnormals_and_infinities(ops):
+    """Every half and every bfloat16 there is, through the widening of one input channel."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16)[:, None]
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = every.view(dtype)
+        for rows in (1, 6):
+            got = ops.logits(torch.ones(rows, 1), weight)
+            assert torch.equal(got.nan_to_num(nan=7.0), weight.float().t().expand(rows, -1).nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 576), (3, 1537), (70, 33), (2, 1)])
+def test_quantize_rows_bitwise(ops, m, k):
+    x = torch.randn(m, k) * torch.logspace(-8, 8, m)[:, None]
+    x[m // 2] = 0
+    codes, scale = quantize_rows(x)
+    got = ops.quantize_rows(x)
+    assert torch.equal(got.codes, codes)
+    assert torch.equal(got.scale, scale)
+
+
+def test_quantize_rows_ties_saturation_and_nan(ops):
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -127.0], [1.0, float("nan"), 0, 0, 0, 0]])
+    got = ops.quantize_rows(x)
+    assert got.codes[0].tolist() == [127, 0, 2, 2, 0, -127]
+    assert got.scale[0] == 1
+    assert got.scale[1].isnan()
+
+
+@pytest.mark.parametrize(("m", "h"), [(1, 576), (9, 100), (40, 17)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_rms_norm(ops, m, h, residual):
+    x, weight = torch.randn(m, h), torch.rand(h) + 0.5
+    x[0] = 0
+    other = torch.randn(m, h) if residual else None
+    total = x if other is None else x + other
+    wide = total.double()
+    want = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    got, hidden = ops.rms_norm(x, weight, 1e-5, other, False)
+    assert torch.equal(hidden, total)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
+    rows, hidden = ops.rms_norm(x, weight, 1e-5, other, True)
+    assert torch.equal(hidden, total)
+    expected = quantize_rows(got)
+    assert torch.equal(rows.codes, expected[0])
+    assert torch.equal(rows.scale, expected[1])
+    alone, _ = ops.rms_norm(x[m - 1 :], weight, 1e-5, None if other is None else other[m - 1 :], False)
+    assert torch.equal(alone, got[m - 1 :])
+
+
+@pytest.mark.parametrize(("m", "i"), [(1, 1536), (9, 100), (21, 7)])
+def test_silu_mul(ops, m, i):
+    x = torch.randn(m, 2 * i) * 8
+    x[0, :4] = torch.tensor([0.0, -100.0, 100.0, -88.5])
+    gate, up = x.double().chunk(2, -1)
+    got = ops.silu_mul(x, False)
+    torch.testing.assert_close(got.double(), gate * gate.sigmoid() * up, rtol=1e-6, atol=1e-30)
+    expected = quantize_rows(got)
+    rows = ops.silu_mul(x, True)
+    assert torch.equal(rows.codes, expected[0])
+    assert torch.equal(rows.scale, expected[1])
+    assert torch.equal(ops.silu_mul(x[m - 1 :], False), got[m - 1 :])
+
+
+# ---- cache and attention ------------------------------------------------------------------------------------------
+
+KV_NAMES = ["fp32", "bf16", "fp16", "int8", "int4"]
+
+
+def empty_cache(name: str, blocks: int, heads: int, block_size: int, dim: int) -> LayerKV:
+    """Poisoned: NaN everywhere (255 codes with NaN scales), so that reading what was never written shows."""
+    if name in ("int8", "int4"):
+        codes = lambda: torch.full((blocks, heads, block_size, dim if name == "int8" else dim // 2), 255, dtype=torch.uint8)  # noqa: E731
+        params = lambda: torch.full((blocks, heads, block_size, 2), float("nan"), dtype=torch.float16)  # noqa: E731
+        return LayerKV(name, codes(), codes(), params(), params())
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    shape = (blocks, heads, block_size, dim)
+    return LayerKV(name, torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+
+
+def step_of(chunks: list[tuple[int, int]], tables: list[list[int]], block_size: int) -> Step:
+    """One row per (first position, tokens) with its block table."""
+    positions = [p for first, count in chunks for p in range(first, first + count)]
+    slots = [tables[r][p // block_size] * block_size + p % block_size
+             for r, (first, count) in enumerate(chunks) for p in range(first, first + count)]
+    width = max(map(len, tables))
+    starts = [0]
+    for _, count in chunks:
+        starts.append(starts[-1] + count)
+    int32 = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    contexts = [first + count for first, count in chunks]
+    table = int32([t + [0] * (width - len(t)) for t in tables])
+    return Step(torch.zeros(len(positions), dtype=torch.int64), int32(positions), torch.tensor(slots), int32(starts),
+                int32(contexts), table, sum(c == 1 for _, c in chunks), max(c for _, c in chunks), max(contexts), None)
+
+
+def cos_sin(positions: int, rotary: int) -> torch.Tensor:
+    angle = torch.arange(positions)[:, None] / 10000 ** (torch.arange(rotary // 2) / (rotary // 2))
+    return torch.cat((angle.cos(), angle.sin()), -1).float()
+
+
+@pytest.mark.parametrize("name", KV_NAMES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(3, 1, 64, 64), (4, 2, 40, 24), (2, 2, 16, 16)])
+def test_rope_write_equals_reference_bitwise(ops, name, heads, kv_heads, dim, rotary):
+    step = step_of([(0, 5), (9, 1), (3, 2)], [[2], [0, 3], [1]], 8)
+    step.slots[3] = -1
+    qkv = torch.randn(8, (heads + 2 * kv_heads) * dim)
+    qkv[2] = 1.25  # constant vectors: scale 0, codes 0
+    qkv[4] *= 300
+    got, want = (empty_cache(name, 4, kv_heads, 8, dim) for _ in range(2))
+    table = cos_sin(16, rotary)
+    q = ops.rope_write(qkv, got, step, table, kv_heads, None, None, 1e-6)
+    assert torch.equal(q, reference.rope_write(qkv, want, step, table, kv_heads, None, None, 1e-6))
+    for a, b in ((got.k, want.k), (got.v, want.v), (got.k_params, want.k_params), (got.v_params, want.v_params)):
+        if a is not None:
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_rope_write_head_norms(ops):
+    step = step_of([(2, 6)], [[1, 0]], 4)
+    qkv, table = torch.randn(6, 5 * 32), cos_sin(16, 32)
+    q_norm, k_norm = torch.rand(32) + 0.5, torch.rand(32) + 0.5
+    got, want = (empty_cache("fp32", 2, 1, 4, 32) for _ in range(2))
+    q = ops.rope_write(qkv, got, step, table, 1, q_norm, k_norm, 1e-6)
+    torch.testing.assert_close(q, reference.rope_write(qkv, want, step, table, 1, q_norm, k_norm, 1e-6))
+    torch.testing.assert_close(got.k, want.k, equal_nan=True)
+    assert torch.equal(got.v.nan_to_num(), want.v.nan_to_num())
+
+
+def test_nan_reaches_the_cache(ops):
+    qkv = torch.randn(1, 3 * 16)
+    qkv[0, 20] = float("nan")
+    kv = empty_cache("int8", 1, 1, 4, 16)
+    kv.k_params.zero_()
+    ops.rope_write(qkv, kv, step_of([(0, 1)], [[0]], 4), cos_sin(4, 16), 1, None, None, 1e-6)
+    assert kv.k_params[0, 0, 0].isnan().all()
+
+
+def filled(name, lengths, kv_heads, block_size, dim, generator, spare=2):
+    """Caches of some rows in shuffled blocks, with unused blocks and unused slots left poisoned; and the block tables."""
+    needed = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(needed) + spare, generator=generator).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in needed]
+    kv = empty_cache(name, sum(needed) + spare, kv_heads, block_size, dim)
+    step = step_of([(0, length) for length in lengths], tables, block_size)
+    qkv = torch.randn(sum(lengths), 3 * kv_heads * dim, generator=generator)
+    reference.rope_write(qkv, kv, step, cos_sin(max(lengths), dim), kv_heads, None, None, 1e-6)
+    return kv, tables
+
+
+@pytest.mark.parametrize("name", KV_NAMES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(3, 1, 64, 0), (4, 4, 40, 0), (6, 2, 128, 50), (8, 2, 24, 7)])
+def test_attention_equals_float64(ops, name, heads, kv_heads, dim, window):
+    generator = torch.Generator().manual_seed(dim)
+    lengths, tails = [1, 70, 300, 64, 130], [1, 1, 3, 64, 100]
+    kv, tables = filled(name, lengths, kv_heads, 16, dim, generator)
+    step = step_of([(n - t, t) for n, t in zip(lengths, tails)], tables, 16)
+    q = torch.randn(sum(tails), heads, dim, generator=generator)
+    got = ops.attention(q, kv, step, dim**-0.5, window)
+    first = 0
+    for length, tail, table in zip(lengths, tails, tables):
+        k, v = reference.gather_kv(kv, torch.tensor(table), length)
+        k, v = (x.double().repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        scores = q[first : first + tail].double().transpose(0, 1) @ k.transpose(1, 2) * dim**-0.5
+        age = torch.arange(length - tail, length)[:, None] - torch.arange(length)[None]
+        hidden = (age < 0) | ((age >= window) if window else False)
+        want = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+        torch.testing.assert_close(got[first : first + tail].double(), want, rtol=1e-5, atol=2e-6 * float(v.abs().max()))
+        first += tail
+
+
+@pytest.mark.parametrize("name", KV_NAMES)
+@pytest.mark.parametrize("window", [0, 90])
+def test_attention_bits_do_not_depend_on_chunks_batch_or_blocks(ops, name, window):
+    """A 600-token prompt at once, in chunks, token by token, and beside other rows, from two block layouts: the same bits."""
+    length, heads, kv_heads, dim = 600, 4, 2, 32
+    kv, tables = filled(name, [length, 40], kv_heads, 16, dim, torch.Generator().manual_seed(1))
+    other, other_tables = filled(name, [length, 40], kv_heads, 8, dim, torch.Generator().manual_seed(1), spare=5)
+    for length_, a, b in zip((length, 40), tables, other_tables):  # the same tokens in other blocks
+        for source, target in ((kv.k, other.k), (kv.v, other.v), (kv.k_params, other.k_params), (kv.v_params, other.v_params)):
+            for p in range(length_ if source is not None else 0):
+                target[b[p // 8], :, p % 8] = source[a[p // 16], :, p % 16]
+    q = torch.randn(length, heads, dim, generator=torch.Generator().manual_seed(2))
+    run = lambda chunks, queries, cache=kv, rows=tables, size=16: ops.attention(  # noqa: E731
+        queries, cache, step_of(chunks, rows, size), dim**-0.5, window)
+    whole = run([(0, length)], q, rows=tables[:1])
+    assert whole.isfinite().all()
+    for first, count in ((0, 1), (0, 63), (63, 2), (65, 200), (265, 335)):
+        assert torch.equal(run([(first, count)], q[first : first + count], rows=tables[:1]), whole[first : first + count])
+    for p in (0, 1, 63, 64, 255, 256, 511, 512, 599):
+        assert torch.equal(run([(p, 1)], q[p : p + 1], rows=tables[:1]), whole[p : p + 1])
+        mixed = run([(p, 1), (20, 20)], torch.cat((q[p : p + 1], q[:20])), other, other_tables, 8)
+        assert torch.equal(mixed[:1], whole[p : p + 1])
+
+
+def test_thread_count_changes_no_bit(build, ops):
+    generator = torch.Generator().manual_seed(9)
+    kv, tables = filled("int8", [700], 1, 16, 64, generator)
+    q, step = torch.randn(1, 3, 64, generator=generator), step_of([(699, 1)], tables, 16)
+    run = linear(build, random_codes(SCHEMES["w4a8_g64"].weight, 512, 576, generator), SCHEMES["w4a8_g64"])
+    rows = Rows(*quantize_rows(torch.randn(40, 576, generator=generator)))
+    hidden, weight = torch.randn(8, 576, generator=generator), torch.randn(999, 576, generator=generator)
+    work = lambda: (ops.attention(q, kv, step, 0.125, 0), run(rows), ops.logits(hidden, weight))  # noqa: E731
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = work()
+        torch.set_num_threads(3)
+        for a, b in zip(alone, work()):
+            assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_the_kernels_do_not_take_goes_to_the_reference(ops):
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(ops.quantize_rows(x).codes, reference.quantize_rows(x).codes)
+    kv = LayerKV("fp8", *(torch.zeros(2, 1, 8, 16, dtype=torch.float8_e4m3fn) for _ in range(2)))
+    qkv, step, table = torch.randn(5, 3 * 16), step_of([(0, 5)], [[1]], 8), cos_sin(8, 16)
+    q = ops.rope_write(qkv, kv, step, table, 1, None, None, 1e-6)
+    got = ops.attention(q, kv, step, 0.25, 0)
+    assert torch.equal(got, reference.attention(q, kv, step, 0.25, 0))
+
+
+# ---- building -----------------------------------------------------------------------------------------------------
+
+PROBE = """
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    from nybble.kernels import cpu
+    print(cpu.kernels(), cpu.ops())
+    cpu.kernels()
+print(len(seen), str(seen[0].message))
+"""
+
+
+def test_without_a_compiler_one_warning_says_what_to_install(tmp_path):
+    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    out = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True).stdout
+    first, second = out.splitlines()
+    assert first == "() None"
+    assert second.startswith("1 ")
+    assert "apt install gcc" in second
+    assert "torch kernels" in second
+
+
+def test_import_compiles_nothing_and_the_cache_is_used(tmp_path):
+    if cpu._compiler() is None:
+        pytest.skip("no C compiler on this machine")
+    import os
+
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    run = lambda code: subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # noqa: E731
+    run("import nybble.kernels.cpu")
+    assert list(tmp_path.rglob("*.so")) == []
+    run("from nybble.kernels import cpu; assert cpu.ops()")
+    (built,) = tmp_path.rglob("*")  if False else [p for p in tmp_path.rglob("*") if p.is_file()]
+    stamp = built.stat().st_mtime_ns
+    run("from nybble.kernels import cpu; assert cpu.ops()")
+    assert built.stat().st_mtime_ns == stamp
+    assert os.access(built, os.R_OK)
+
+
+def test_schemes_with_int8_weights_and_a_rounded_float_matrix(build):
+    """From a float matrix, as the quantizer makes them: the product stays within the rounding of the weights."""
+    weight, x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), torch.randn(6, 256)
+    q = quantize_weight(weight, INT8_CHANNEL, weight.abs().amax(1, keepdim=True) / 127)
+    got = linear(build, q, SCHEMES["w8a8"])(Rows(*quantize_rows(x)))
+    assert (got - x @ weight.t()).norm() / (x @ weight.t()).norm() < 0.02

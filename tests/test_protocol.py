@@ -1,0 +1,133 @@
+"""Request bodies and stop strings without a server: what the wire tests do not reach, as properties."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nybble.engine.messages import SamplingParams
+from nybble.serve.protocol import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    MESSAGE_NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    RequestError,
+    decode,
+)
+from nybble.serve.stream import TextStream
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6)
+
+
+class Letters:
+    """A detokenizer whose token ids are code points; the last `lag` letters of a push wait for the next, as half a
+    character would."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self._lag, self._waiting = lag, ""
+
+    def push(self, ids):
+        text = self._waiting + "".join(map(chr, ids))
+        keep = min(self._lag, len(text))
+        self._waiting = text[len(text) - keep:]
+        return text[: len(text) - keep]
+
+    def flush(self):
+        rest, self._waiting = self._waiting, ""
+        return rest
+
+
+def first_stop(text, stops, include):
+    """The definition: read letter by letter until what was read ends with a stop string."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end if include else end - max(map(len, hits))], True
+    return text, False
+
+
+@settings(deadline=None, max_examples=400)
+@given(text=st.text("ab c", max_size=30), stops=st.lists(st.text("ab c", min_size=1, max_size=5), max_size=3),
+       include=st.booleans(), cuts=st.lists(st.integers(1, 6), max_size=30), lag=st.integers(0, 2))
+def test_stop_strings_however_the_tokens_are_cut(text, stops, include, cuts, lag):
+    stream, got, used, at = TextStream(Letters(lag), tuple(stops), include), "", 0, 0
+    for size in [*cuts, *[1] * 30]:
+        ids = [ord(letter) for letter in text[at : at + size]]
+        if not ids or stream.stopped:
+            break
+        at += size
+        new, count = stream.push(ids)
+        got, used = got + new, used + count
+        wanted, _ = first_stop(text, stops, include)
+        assert wanted.startswith(got)  # nothing is sent that would have to be taken back
+        held = min(at, len(wanted)) - len(got)
+        assert held <= max((len(stop) - 1 for stop in stops), default=0) + lag  # and no more is held than may be a stop
+    got += stream.finish()
+    assert (got, stream.stopped) == first_stop(text, stops, include)
+    assert used == len(text) or stream.stopped
+
+
+def test_the_first_complete_stop_string_wins():
+    stream = TextStream(Letters(), ("bcd", "c"))
+    assert stream.push([*b"abcd"]) == ("ab", 3)
+    assert stream.stopped
+    held = TextStream(Letters(), ("xyz",))
+    assert [held.push([letter])[0] for letter in b"axyxyq"] == ["a", "", "", "xy", "", "xyq"]
+
+
+@pytest.mark.parametrize(("kind", "base", "table"), [
+    (ChatRequest, CHAT, CHAT_NEUTRAL), (CompletionRequest, {"model": "m", "prompt": "x"}, COMPLETION_NEUTRAL)])
+def test_unsupported_fields_take_only_their_neutral_values(kind, base, table):
+    for name, neutral in table.items():
+        for value in (None, *neutral):
+            assert decode(kind, json.dumps(base | {name: value}).encode()).params() == decode(
+                kind, json.dumps(base).encode()).params()
+        for value in ("something", 17, {"a": 1}, ["b"]):
+            with pytest.raises(RequestError) as caught:
+                decode(kind, json.dumps(base | {name: value}).encode()).params()
+            assert (caught.value.status, caught.value.error["param"]) == (400, name)
+
+
+def test_message_fields_that_clients_send_back():
+    for name in MESSAGE_NEUTRAL:
+        turn = {"role": "assistant", "content": "a", name: None}
+        decode(ChatRequest, json.dumps(CHAT | {"messages": [turn]}).encode()).params()
+        with pytest.raises(RequestError) as caught:
+            decode(ChatRequest, json.dumps(CHAT | {"messages": [turn | {name: "x"}]}).encode()).params()
+        assert caught.value.error["param"] == f"messages[0].{name}"
+    assert decode(Message, b'{"role":"developer","content":"x"}').rendered() == {"role": "system", "content": "x"}
+
+
+@pytest.mark.parametrize(("kind", "base"), [(ChatRequest, CHAT), (CompletionRequest, {"model": "m", "prompt": "x"})])
+@given(data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_any_value_in_any_field_is_answered(kind, base, data):
+    """A body either gives valid sampling parameters or a 400 that names a field: nothing else comes out."""
+    name = data.draw(st.sampled_from([*kind.__struct_fields__, "unknown"]))
+    body = base | {name: data.draw(ANY_JSON)}
+    try:
+        outcome = decode(kind, json.dumps(body).encode()).params()
+    except RequestError as error:
+        outcome = error
+    if isinstance(outcome, RequestError):
+        assert outcome.status == 400
+        assert json.loads(outcome.body())["error"]["param"]
+    else:
+        assert isinstance(outcome, SamplingParams)
+        assert name != "unknown"
+
+
+@given(st.binary(max_size=200) | ANY_JSON.map(lambda value: json.dumps(value).encode()))
+@settings(deadline=None)
+def test_any_bytes_are_a_400(body):
+    with pytest.raises(RequestError) as caught:
+        decode(ChatRequest, body).params()
+    assert caught.value.status == 400
