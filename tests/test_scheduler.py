@@ -153,7 +153,7 @@ class Device:
 
     def text(self, r: Request) -> list[int]:
         """The request's tokens, those in flight from the device's own memory."""
-        return r.tokens + [self.last[r.slot]] * (r.num_tokens - len(r.tokens)) if r.in_flight and r.slot in self.last else r.tokens
+        return r.tokens + [self.last[r.slot]] if r.in_flight and r.slot in self.last else r.tokens
 
 
 def commit(scheduler: Scheduler, results: list[tuple[Request, int]]) -> None:
@@ -183,7 +183,10 @@ def test_every_request_ends_once_and_reads_its_own_cache(
     in_flight: list[tuple[Request, int]] = []
     arrivals = rng.randint(1, 14)
     longest = num_blocks * SIZE
-    for step in range(3000):
+    steps = 0
+    while len(everybody) < arrivals or in_flight or not all(r.finish_reason for r in everybody):
+        steps += 1
+        assert steps < 3000, f"stuck: {scheduler.running} {list(scheduler.waiting)}"
         while len(everybody) < arrivals and rng.random() < 0.5:
             prompt = [rng.choice([7, 8])] * rng.randint(1, min(30, longest - 1))
             r = request(str(len(everybody)), prompt, rng.randint(1, longest - len(prompt)))
@@ -200,13 +203,12 @@ def test_every_request_ends_once_and_reads_its_own_cache(
             assert plan.num_tokens > 0
         results = device.run(plan) if plan is not None else []
         scheduler.check()
+        order = [everybody.index(r) for r in [*scheduler.running, *scheduler.waiting]]
+        assert order == sorted(order), "first come, first served"
         if overlap:
             results, in_flight = in_flight, results
         commit(scheduler, results)
         scheduler.check()
-        if len(everybody) == arrivals and all(r.finish_reason for r in everybody) and not in_flight:
-            break
-    assert step < 2999, f"stuck: {scheduler.running} {list(scheduler.waiting)}"
     for r in everybody:
         assert r.finish_reason in ("length", "abort", "error")
         if r.finish_reason == "length":
@@ -236,7 +238,7 @@ def test_the_latest_arrival_is_preempted_and_computed_again_as_prompt_then_singl
     again = [p for p in plans if second in p.requests and p.requests.count(second) > 1]
     assert len(again) == 1
     rows = [(s, c) for r, s, c in zip(again[0].requests, again[0].starts, again[0].counts) if r is second]
-    assert (0, 2) == rows[-1]
+    assert rows[-1] == (0, 2)
     assert [(p, 1) for p in range(2, 2 + len(rows) - 1)] == rows[:-1]
 
 
@@ -259,6 +261,17 @@ def test_requests_in_one_step_share_the_prefix_that_one_of_them_computes() -> No
     (plan,) = drain(scheduler)
     assert plan.counts == [10, 2, 2]
     assert scheduler.prefix_hits == 16
+
+
+def test_what_a_failed_request_computed_is_not_offered_to_others() -> None:
+    for reason, found in (("abort", 8), ("error", 0)):
+        scheduler = Scheduler(Limits(64, SIZE, 4, 64))
+        scheduler.add(request("first", [5] * 10, 9))
+        first = scheduler.plan().requests[0]
+        scheduler.finish(first, reason)
+        scheduler.add(request("second", [5] * 10, 1))
+        scheduler.plan()
+        assert scheduler.prefix_hits == found
 
 
 def test_limits_say_what_is_wrong() -> None:

@@ -9,7 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +27,7 @@ import uvicorn
 from nybble.engine.client import EngineDied, RequestRefused
 from nybble.engine.messages import Delta, Info, TokenLogprob
 from nybble.serve.app import create_app
+from nybble.serve.launch import ServeError, serve
 from nybble.text import load_tokenizer
 
 END, START, BOS = 256, 257, 258
@@ -110,8 +116,8 @@ class ScriptedEngine:
     async def info(self):
         if self.dead:
             raise EngineDied("it was killed")
-        return Info("scripted", "w4a8_g128", "int8", CONTEXT, 16, BLOCKS, self.free_blocks, 0, len(self.held), 0, 3, 7, 11, 13,
-                    17, 19, 1234)
+        return Info("scripted", "w4a8_g128", "int8", CONTEXT, 16, BLOCKS, self.free_blocks - 100, 100, len(self.held), 0, 3, 7,
+                    11, 13, 17, 19, 1234)
 
 
 @contextlib.contextmanager
@@ -578,3 +584,142 @@ def test_key_and_overload(tokenizer):
         many = httpx.post(url + "/v1/completions", headers=headers, json=body | {"prompt": ["x"] * 3})
         assert (many.status_code, many.json()["error"]["param"]) == (400, "prompt")
     assert len(engine.aborted) == 2  # the server went down: its requests were aborted
+
+
+# The same over a real engine process: scheduler, blocks and messages are real, only the model is a script.
+
+ENGINE = """
+from nybble.engine.config import Sampled
+from nybble.engine.core import Engine
+
+ANSWER = {answer!r}.encode() + bytes([10])
+
+
+class Script:
+    vocab_size, num_blocks, max_context, max_batched_tokens, bytes_per_token, overlap = 259, 256, 512, 256, 1, False
+
+    def launch(self, plan):
+        drawn = [plan.requests[row] for row in plan.samples]
+        # Byte i of the answer, shifted by the first byte of the prompt, so that mixed up requests show.
+        tokens = [(ANSWER[r.num_generated] + r.tokens[0]) % 256 if r.num_generated < len(ANSWER) else 256 for r in drawn]
+        return lambda: Sampled(tokens)
+
+
+def load(config):
+    from dataclasses import replace
+    return Engine(Script(), replace(config.engine, eos_ids=(256,), model_name="script", block_size=16))
+
+
+def broken(config):
+    raise ValueError("no such weights")
+"""
+
+SERVER = """
+import asyncio, sys
+from nybble.engine.config import ProcessConfig
+from nybble.serve.launch import ServeError, listen, run
+from nybble.text import load_tokenizer
+
+try:
+    asyncio.run(run(ProcessConfig(factory=sys.argv[2]), load_tokenizer(sys.argv[1]), listen("127.0.0.1", 0),
+                    progress=lambda text: print(text, flush=True)))
+except ServeError as error:
+    sys.exit(f"error: {error}")
+print("stopped", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def launched(folder, factory="scripted_engine:load"):
+    """The server as its own process, with its engine's: (process, base url or None)."""
+    (folder / "scripted_engine.py").write_text(ENGINE.format(answer=ANSWER))
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(byte_tokenizer(folder)), factory], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])})
+    try:
+        assert process.stdout.readline().startswith("loading")
+        ready = re.search(r"http://127.0.0.1:\d+", process.stdout.readline())
+        yield process, ready and ready[0]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def shifted(prompt):
+    return bytes((b + ord(prompt[0])) % 256 for b in ANSWER.encode() + b"\n")
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+
+@linux
+def test_over_the_engine_process(tmp_path):
+    with launched(tmp_path) as (process, url):
+        async def everyone():
+            async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+                async def one(i):
+                    prompt = chr(33 + i) + "x" * i
+                    if i % 8 == 7:  # hang up after the first event
+                        stream = await client.completions.create(model="script", prompt=prompt, max_tokens=400, stream=True,
+                                                                 extra_body={"ignore_eos": True})
+                        async for _ in stream:
+                            break
+                        await stream.close()
+                        return
+                    answer = await client.completions.create(model="script", prompt=prompt, max_tokens=100)
+                    assert answer.choices[0].text == shifted(prompt).decode("utf-8", "replace")
+                    assert answer.choices[0].finish_reason == "stop"
+                await asyncio.gather(*(one(i) for i in range(64)))
+
+        asyncio.run(everyone())
+
+        def figures():
+            lines = httpx.get(url + "/metrics").text.splitlines()
+            return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+        eventually(lambda: figures()["nybble_requests_running"] == 0)
+        assert figures()["nybble_kv_cache_usage_ratio"] == 0
+        client = openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
+        stopped = client.completions.create(model="script", prompt="\0", max_tokens=100, stop="The")
+        assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("Grüße, 🌍! ", "stop")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="script", prompt="x" * 600)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as caught:  # only the engine knows
+            client.completions.create(model="script", prompt="x", extra_body={"stop_token_ids": [999]})
+        assert caught.value.param == "stop_token_ids"
+        again = client.completions.create(model="script", prompt="a" * 100, max_tokens=1)
+        again = client.completions.create(model="script", prompt="a" * 100, max_tokens=1)
+        assert again.usage.prompt_tokens_details.cached_tokens == 96  # six blocks of 16
+        engine = children(process.pid)
+        assert len(engine) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0].endswith("stopped\n")
+        assert process.returncode == 0
+        assert not Path(f"/proc/{engine[0]}").exists()
+
+
+@linux
+def test_the_server_ends_with_its_engine(tmp_path):
+    with launched(tmp_path) as (process, url):
+        assert httpx.get(url + "/health").status_code == 200
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        errors = process.communicate(timeout=20)[1]
+        assert process.returncode == 1
+        assert "error: the engine died" in errors
+
+
+def test_reasons_not_to_start(tmp_path):
+    with launched(tmp_path, "scripted_engine:broken") as (process, url):
+        assert url is None
+        assert "error: the engine did not start" in (errors := process.communicate(timeout=20)[1])
+        assert "no such weights" in errors
+    with pytest.raises(ServeError, match="there is no model at .*nowhere"):
+        serve(tmp_path / "nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ServeError, match="cannot listen .* in use"):
+        serve(tmp_path, port=taken.getsockname()[1])

@@ -112,7 +112,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """-inf outside the `top_k` largest (0: all) and outside the smallest set of the largest whose probability reaches
     `top_p` (nucleus sampling, arXiv 1904.09751), counted after top-k. Of equal logits the lower id is kept. At least one
     stays. float32 [P, V] -> [P, V]."""
-    ordered, index = logits.sort(-1, descending=True, stable=True)
+    ordered, index = logits.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     out_of_k = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     # A border moved by rounding in a sum would be another token on another device: sum integers.

@@ -77,7 +77,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._slots = list(range(limits.max_batch - 1, -1, -1))
         self._admissions = 0
-        self._refused_at: int | None = None  # available blocks when the head of the queue last did not fit
+        self._blocked = False  # the head of the queue did not fit, and no block has been given back since
 
     # ---- what the engine calls --------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Scheduler:
             self._release(request, forget=reason == "error")
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._refused_at = None
+        self._blocked = False  # also when the head itself was taken out
         request.finish_reason = reason
 
     def check(self) -> None:
@@ -197,7 +197,7 @@ class Scheduler:
         request = self.waiting[0]
         if not self._slots or request.in_flight:
             return False
-        if self.running and self._refused_at is not None and self.pool.available <= self._refused_at:
+        if self._blocked:
             return False
         # The last token is always computed: its logits draw the next one.
         blocks, chain = self.pool.match(request.tokens, request.num_prompt, request.num_tokens - 1)
@@ -205,10 +205,9 @@ class Scheduler:
         # Room for every running request to grow by a block, else a newcomer is soon preempted and computed twice.
         if wanted + len(self.running) > self.pool.available:
             self.pool.release(blocks)
-            self._refused_at = self.pool.available
+            self._blocked = True
             return False
         self.waiting.popleft()
-        self._refused_at = None
         request.num_registered = len(blocks)
         request.chain = chain
         request.num_computed = len(blocks) * self.limits.block_size
@@ -233,7 +232,6 @@ class Scheduler:
             self._release(victim)
             self.waiting.appendleft(victim)
             self.preemptions += 1
-            self._refused_at = None
             if victim is request:
                 return False
         request.blocks.extend(self.pool.take(1))
@@ -251,6 +249,7 @@ class Scheduler:
 
     def _release(self, request: Request, forget: bool = False) -> None:
         self.pool.release(request.blocks, forget)
+        self._blocked = False
         request.blocks = []
         request.num_computed = request.num_registered = 0
         self._slots.append(request.slot)

@@ -96,14 +96,17 @@ def _power_of_two(x):
 # ---- decode, one query per KV head: vector arithmetic ---------------------------------------------------------------
 
 
-@triton.jit
+_SIZES = ["table_width", "window", "num_splits", "stride", "first_row"]  # a new value must not mean a new compilation
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, out_ptr, part_ptr, stat_ptr,
-                   table_width, window, num_splits, q_scale, v_scale,
+                   table_width, window, num_splits, stride, q_scale, v_scale,
                    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
                    BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr,
-                   TILE: tl.constexpr, SLOTS: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr):
-    """One program: a (row, KV head) and every STRIDE-th split of its positions; GROUP is 1. STRIDE 1 writes the result,
-    else each split leaves its sums for `_combine`. A tile is [TILE // SLOTS, SLOTS, channels]: the first axis lies in a
+                   TILE: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr):
+    """One program: a (row, KV head) and every stride-th split of its positions; GROUP is 1. DIRECT (stride 1) writes the
+    result, else each split leaves its sums for `_combine`. A tile is [SLOTS, TILE // SLOTS, channels]: the middle axis lies in a
     thread's registers, and each of the SLOTS keeps its own running maximum, so the loop needs no exchange between warps."""
     INTEGER: tl.constexpr = KIND == "int8" or KIND == "int4"
     INT4: tl.constexpr = KIND == "int4"
@@ -120,12 +123,12 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
     if INT4:
         q_high = tl.load(q_base + WIDTH + channel, mask=in_width, other=0.0).to(tl.float32) * q_scale
         q_sum += tl.sum(q_high, 0)
-    tile = tl.arange(0, TILE // SLOTS)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
+    tile = tl.arange(0, SLOTS)[:, None] + tl.arange(0, TILE // SLOTS)[None, :] * SLOTS
     table = table_ptr + row.to(tl.int64) * table_width
     best, total = _FLOOR, 0.0
     out = tl.zeros((LANES,), tl.float32)
     out_high = tl.zeros((LANES,), tl.float32)
-    for split in range(seen // SPLIT + tl.program_id(2), tl.cdiv(context, SPLIT), STRIDE):
+    for split in range(seen // SPLIT + tl.program_id(2), tl.cdiv(context, SPLIT), stride):
         stop = tl.minimum(context, (split + 1) * SPLIT)
         start = tl.maximum(split * SPLIT, seen // TILE * TILE)
         m = tl.full((SLOTS,), _FLOOR, tl.float32)
@@ -154,20 +157,20 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
                 k_scale, k_min = _scale_min(k_params)
                 score = score * k_scale + k_min * q_sum
             score = tl.where(kept, score, float("-inf"))
-            m_next = tl.maximum(m, tl.max(score, 0))
+            m_next = tl.maximum(m, tl.max(score, 1))
             fade = tl.exp2(m - m_next)
-            p = tl.exp2(score - m_next[None, :])
-            weight = weight * fade + tl.sum(p, 0)
+            p = tl.exp2(score - m_next[:, None])
+            weight = weight * fade + tl.sum(p, 1)
             if INTEGER:
                 v_factor, v_min = _scale_min(v_params)
-                bias = bias * fade + tl.sum(p * v_min, 0)
+                bias = bias * fade + tl.sum(p * v_min, 1)
                 p = p * v_factor
             if INT4:
                 v, v_high = _half_nibbles(v_raw, ASM)
-                acc_high = acc_high * fade[:, None] + tl.sum(p[:, :, None] * v_high.to(tl.float32), 0)
+                acc_high = acc_high * fade[:, None] + tl.sum(p[:, :, None] * v_high.to(tl.float32), 1)
             else:
                 v = _half_codes(v_raw, KIND, ASM)
-            acc = acc * fade[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 0)
+            acc = acc * fade[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
             m = m_next
         top = tl.ceil(tl.max(m, 0))
         share = tl.exp2(m - top)
@@ -177,7 +180,7 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
         split_high = split_out
         if INT4:
             split_high = tl.sum(acc_high * share[:, None], 0) + split_bias
-        if STRIDE == 1:
+        if DIRECT:
             common = tl.maximum(best, top)
             old, new = tl.exp2(best - common), tl.exp2(top - common)
             total = total * old + split_weight * new
@@ -191,16 +194,16 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
                 tl.store(part_ptr + index * DIM + WIDTH + channel, split_high, mask=in_width)
             tl.store(stat_ptr + index * 2, top)
             tl.store(stat_ptr + index * 2 + 1, split_weight)
-    if STRIDE == 1:
-        total = tl.where(total > 0, total, 1.0)
+    if DIRECT:
+        inverse = v_scale / tl.where(total > 0, total, 1.0)
         target = out_ptr + (row * HEADS + head).to(tl.int64) * DIM + channel
         dtype = out_ptr.dtype.element_ty
-        tl.store(target, (tl.math.div_rn(out, total) * v_scale).to(dtype), mask=in_width)
+        tl.store(target, (out * inverse).to(dtype), mask=in_width)
         if INT4:
-            tl.store(target + WIDTH, (tl.math.div_rn(out_high, total) * v_scale).to(dtype), mask=in_width)
+            tl.store(target + WIDTH, (out_high * inverse).to(dtype), mask=in_width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _combine(part_ptr, stat_ptr, context_ptr, out_ptr, window, num_splits, v_scale,
              HEADS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, CHAINS: tl.constexpr):
     """Sum a (row, query head)'s splits: eight in a chain, then CHAINS chains in a fixed tree, then tree after tree. One
@@ -235,20 +238,37 @@ def _combine(part_ptr, stat_ptr, context_ptr, out_ptr, window, num_splits, v_sca
         total = total * old + tl.sum(weight, 0)
         out = out * old + tl.sum(acc, 0)
         best = common
-    total = tl.where(total > 0, total, 1.0)
+    inverse = v_scale / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + (row * HEADS + head).to(tl.int64) * DIM + channel,
-             (tl.math.div_rn(out, total) * v_scale).to(out_ptr.dtype.element_ty), mask=in_dim)
+             (out * inverse).to(out_ptr.dtype.element_ty), mask=in_dim)
 
 
 # ---- tensor-core tiles: grouped decode and prompts -------------------------------------------------------------------
 
 
 @triton.jit
-def _queries(q_ptr, offset, kept, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Query rows in the type of the dot, and the power of two each was divided by to be safe there (1 when it is as loaded).
-    offset [M, C] -> [M, C], [M]."""
-    q = tl.load(q_ptr + offset, mask=kept, other=0.0)
-    return q.to(tl.float32)
+def _queries(q_ptr, base, kept, k_ptr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr):
+    """M query rows at offsets `base` in the type of the dot: (q, q_high, what each was divided by [M], sum over channels [M]).
+    fp16 queries are divided by a power of two first, so that a bf16 outlier cannot overflow. q_high is int4's upper half."""
+    channel = tl.arange(0, LANES)
+    loaded = kept[:, None] & (channel < WIDTH)[None, :]
+    dtype = k_ptr.dtype.element_ty if KIND == "copy" else tl.float16
+    q = tl.load(q_ptr + base[:, None] + channel[None, :], mask=loaded, other=0.0).to(tl.float32)
+    high = q
+    if KIND == "int4":
+        high = tl.load(q_ptr + base[:, None] + WIDTH + channel[None, :], mask=loaded, other=0.0).to(tl.float32)
+    if dtype == tl.float16:
+        factor, inverse = _power_of_two(tl.max(tl.maximum(tl.abs(q), tl.abs(high)), 1))
+        q = q * inverse[:, None]
+        high = high * inverse[:, None]
+    else:
+        factor = tl.sum(q * 0.0, 1) + 1.0
+    q = q.to(dtype)
+    high = high.to(dtype)
+    q_sum = tl.sum(q.to(tl.float32), 1)
+    if KIND == "int4":
+        q_sum += tl.sum(high.to(tl.float32), 1)
+    return q, high, factor, q_sum
 
 
 @triton.jit
@@ -266,25 +286,29 @@ def _tiles(q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high
     column = tl.arange(0, TILE)
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
         position = first + column
+        kept = (position >= seen) & (position < end)
         if MASKED:
-            kept = (position >= seen) & (position < end)
             block = tl.load(table + position // BLOCK_SIZE, mask=kept, other=0).to(tl.int64)
-            loaded = kept[:, None] & in_width[None, :]
         else:
-            kept = position >= 0
             block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-            loaded = in_width[None, :]
         token = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
         offset = token[:, None] * WIDTH + channel[None, :]
-        if MASKED or LANES != WIDTH:
+        if MASKED:
+            loaded = kept[:, None] & in_width[None, :]
             k_raw = tl.load(k_ptr + offset, mask=loaded, other=0)
             v_raw = tl.load(v_ptr + offset, mask=loaded, other=0)
+        elif LANES != WIDTH:
+            k_raw = tl.load(k_ptr + offset, mask=in_width[None, :], other=0)
+            v_raw = tl.load(v_ptr + offset, mask=in_width[None, :], other=0)
         else:
             k_raw = tl.load(k_ptr + offset)
             v_raw = tl.load(v_ptr + offset)
-        if INTEGER:
+        if INTEGER and MASKED:
             k_params = tl.load(k_params_ptr + token, mask=kept, other=0)
             v_params = tl.load(v_params_ptr + token, mask=kept, other=0)
+        elif INTEGER:
+            k_params = tl.load(k_params_ptr + token)
+            v_params = tl.load(v_params_ptr + token)
         if INT4:
             k, k_high = _half_nibbles(k_raw, ASM)
             score = tl.dot(q, tl.trans(k))
@@ -315,3 +339,247 @@ def _tiles(q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = m_next
     return m, weight, bias, acc, acc_high
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _decode_dot(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, out_ptr, part_ptr, stat_ptr,
+                table_width, window, num_splits, stride, q_scale, v_scale,
+                HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr,
+                TILE: tl.constexpr, ROWS: tl.constexpr, P_FACTOR: tl.constexpr, DIRECT: tl.constexpr,
+                STAGES: tl.constexpr):
+    """As `_decode_vector`, for the GROUP query heads that share a KV head (padded to ROWS for the tensor cores)."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    context = tl.load(context_ptr + row)
+    seen = tl.maximum(context - window, 0)
+    channel = tl.arange(0, LANES)
+    member = tl.arange(0, ROWS)
+    real = member < GROUP
+    kept = real[:, None] & (channel < WIDTH)[None, :]
+    query = (row * HEADS + head).to(tl.int64) * GROUP + member
+    q, q_high, q_factor, q_sum = _queries(q_ptr, query * DIM, real, k_ptr, DIM, WIDTH, LANES, KIND)
+    q_factor = q_factor * q_scale
+    last_seen = tl.zeros((ROWS,), tl.int32) + (context - 1)
+    table = table_ptr + row.to(tl.int64) * table_width
+    best = tl.full((ROWS,), _FLOOR, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, LANES), tl.float32)
+    out_high = tl.zeros((ROWS, LANES), tl.float32)
+    for split in range(seen // SPLIT + tl.program_id(2), tl.cdiv(context, SPLIT), stride):
+        stop = tl.minimum(context, (split + 1) * SPLIT)
+        start = tl.maximum(split * SPLIT, seen // TILE * TILE)
+        m = tl.full((ROWS,), _FLOOR, tl.float32)
+        weight = tl.zeros((ROWS,), tl.float32)
+        bias = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, LANES), tl.float32)
+        acc_high = tl.zeros((ROWS, LANES), tl.float32)
+        m, weight, bias, acc, acc_high = _tiles(
+            q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, stop, seen, stop,
+            k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
+            HEADS, WIDTH, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, True, STAGES)
+        top = tl.ceil(m)
+        share = tl.exp2(m - top)
+        weight = weight * share
+        acc = (acc * (1.0 / P_FACTOR) + bias[:, None]) * share[:, None]
+        acc_high = (acc_high * (1.0 / P_FACTOR) + bias[:, None]) * share[:, None]
+        if DIRECT:
+            common = tl.maximum(best, top)
+            old, new = tl.exp2(best - common), tl.exp2(top - common)
+            total = total * old + weight * new
+            out = out * old[:, None] + acc * new[:, None]
+            if KIND == "int4":
+                out_high = out_high * old[:, None] + acc_high * new[:, None]
+            best = common
+        else:
+            index = query * num_splits + split
+            part = part_ptr + index[:, None] * DIM + channel[None, :]
+            tl.store(part, acc, mask=kept)
+            if KIND == "int4":
+                tl.store(part + WIDTH, acc_high, mask=kept)
+            tl.store(stat_ptr + index * 2, top, mask=real)
+            tl.store(stat_ptr + index * 2 + 1, weight, mask=real)
+    if DIRECT:
+        inverse = (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+        target = out_ptr + query[:, None] * DIM + channel[None, :]
+        dtype = out_ptr.dtype.element_ty
+        tl.store(target, (out * inverse).to(dtype), mask=kept)
+        if KIND == "int4":
+            tl.store(target + WIDTH, (out_high * inverse).to(dtype), mask=kept)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _prompt(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, query_start_ptr, out_ptr,
+            table_width, window, first_row, q_scale, v_scale,
+            HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
+            TILE: tl.constexpr, ROWS: tl.constexpr, P_FACTOR: tl.constexpr, STAGES: tl.constexpr):
+    """One program: ROWS consecutive prompt tokens of one row under one query head (HEADS counts KV heads). Tiles of keys lie
+    at multiples of TILE, whole tiles a query does not see change nothing, so where a chunk starts cannot be told from the
+    result. Long tiles start first."""
+    query_head = tl.program_id(0)
+    row = first_row + tl.program_id(2)
+    begin = tl.load(query_start_ptr + row)
+    length = tl.load(query_start_ptr + row + 1) - begin
+    context = tl.load(context_ptr + row)
+    offset = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    if offset < length:
+        channel = tl.arange(0, LANES)
+        line = offset + tl.arange(0, ROWS)
+        real = line < length
+        query = ((begin + line).to(tl.int64) * GROUP * HEADS + query_head) * DIM
+        q, q_high, q_factor, q_sum = _queries(q_ptr, query, real, k_ptr, DIM, WIDTH, LANES, KIND)
+        q_factor = q_factor * q_scale
+        last_seen = context - length + line
+        first_position = context - length + offset
+        end = tl.minimum(context, first_position + ROWS)
+        seen = tl.maximum(first_position + 1 - window, 0)
+        start = seen // TILE * TILE
+        table = table_ptr + row.to(tl.int64) * table_width
+        head = query_head // GROUP
+        m = tl.full((ROWS,), _FLOOR, tl.float32)
+        weight = tl.zeros((ROWS,), tl.float32)
+        bias = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, LANES), tl.float32)
+        acc_high = tl.zeros((ROWS, LANES), tl.float32)
+        if not WINDOWED:
+            whole = (first_position + 1) // TILE * TILE
+            m, weight, bias, acc, acc_high = _tiles(
+                q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, whole, seen, end,
+                k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
+                HEADS, WIDTH, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, False, STAGES)
+            start = whole
+        m, weight, bias, acc, acc_high = _tiles(
+            q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, end, seen, end,
+            k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
+            HEADS, WIDTH, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, True, STAGES)
+        inverse = (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
+        kept = real[:, None] & (channel < WIDTH)[None, :]
+        target = out_ptr + query[:, None] + channel[None, :]
+        dtype = out_ptr.dtype.element_ty
+        out = acc * (1.0 / P_FACTOR) + bias[:, None]
+        tl.store(target, (out * inverse).to(dtype), mask=kept)
+        if KIND == "int4":
+            out = acc_high * (1.0 / P_FACTOR) + bias[:, None]
+            tl.store(target + WIDTH, (out * inverse).to(dtype), mask=kept)
+
+
+# ---- host ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is cut: keys a tile, warps, pipeline stages; for decode also positions a split (part of the numerics) and
+    whether the vector kernel runs."""
+
+    tile: int
+    warps: int
+    stages: int
+    split: int = 256
+    vector: bool = False
+
+
+def storage(tensor: Tensor) -> Tensor:
+    """float8 as its bytes: devices without float8 instructions read and write it all the same."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _portable() -> bool:
+    """Where PTX cannot run: other vendors, and Triton's interpreter."""
+    return torch.version.hip is not None or triton.knobs.runtime.interpret
+
+
+def _kind(kv: LayerKV) -> str:
+    return kv.name if KV[kv.name].num.bits <= 8 else "copy"
+
+
+# The dot's probabilities carry scale_v, at most 131008 / levels: a factor that uses fp16's range and cannot leave it.
+_P_FACTOR = {"int8": 64.0, "int4": 4.0}
+_FP8_SHIFT = {"fp8": 256.0}  # e4m3's exponent bias against fp16's
+_PROGRAMS = 4224  # what keeps 132 multiprocessors evenly busy to the end
+_LONGEST_CHAIN = 8
+
+
+def decode_tiles(kind: str, group: int, head_dim: int) -> Tiles:
+    """Never a function of the batch: tile and split decide the order of sums."""
+    if group == 1 and kind != "int4":
+        return Tiles(64 if head_dim <= 128 else 32, 4, 1, vector=True)
+    return Tiles(64, 4, 3)
+
+
+def prompt_tiles(kind: str, head_dim: int, element_size: int) -> tuple[int, Tiles]:
+    """(query rows a program, tiles)."""
+    if element_size == 4 and kind == "copy":
+        return 32, Tiles(32, 4, 1)
+    if head_dim > 128:
+        return 64, Tiles(32, 4, 2)
+    return 128, Tiles(64, 8, 3 if kind == "copy" else 2)
+
+
+def _arguments(q: Tensor, kv: LayerKV, scale: float) -> tuple:
+    """(cache pointers, q_scale, v_scale, constants) that all three kernels share."""
+    kind = _kind(kv)
+    _, kv_heads, block_size, width = kv.v.shape
+    head_dim = q.shape[2]
+    if head_dim != width * (2 if kind == "int4" else 1) or q.shape[1] % kv_heads:
+        raise ValueError(f"queries [{q.shape[1]} heads, {head_dim}] do not fit a {kv.name} cache [{kv_heads} heads, {width}]")
+    word = lambda t, other: other if t is None else t.view(torch.int32)  # noqa: E731
+    cache = (storage(kv.k), storage(kv.v), word(kv.k_params, kv.k), word(kv.v_params, kv.v))
+    shift = _FP8_SHIFT.get(kind, 1.0)
+    constants = (kv_heads, q.shape[1] // kv_heads, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind,
+                 not _portable())
+    return cache, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift, constants
+
+
+def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor, tiles: Tiles | None = None,
+           stride: int | None = None) -> None:
+    """The first `step.num_decode` rows of `attention`, into `out`. `stride` programs share a row's splits: it moves no bit."""
+    rows = step.num_decode
+    cache, q_scale, v_scale, constants = _arguments(q, kv, scale)
+    heads, group, head_dim, width, lanes, _, kind, _ = constants
+    tiles = tiles or decode_tiles(kind, group, head_dim)
+    splits = max(1, triton.cdiv(step.max_context, tiles.split))
+    if stride is None:
+        stride = min(splits, max(triton.cdiv(_PROGRAMS, rows * heads), triton.cdiv(splits, _LONGEST_CHAIN)))
+    window = window or 1 << 30
+    part, stat = out, out
+    if stride > 1:
+        part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
+        stat = torch.empty((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
+    arguments = (q, *cache, step.block_table, step.context_len, out, part, stat, step.block_table.shape[1], window, splits,
+                 stride, q_scale, v_scale, *constants, tiles.split, tiles.tile)
+    grid = (heads, rows, stride)
+    if tiles.vector:
+        lanes_per_row = max(1, lanes * kv.v.element_size() // 16)
+        slots = min(tiles.tile, max(1, 32 * tiles.warps // lanes_per_row))
+        _decode_vector[grid](*arguments, slots, stride == 1, tiles.stages, num_warps=tiles.warps)
+    else:
+        _decode_dot[grid](*arguments, max(16, triton.next_power_of_2(group)), _P_FACTOR.get(kind, 1.0), stride == 1, tiles.stages,
+                          num_warps=tiles.warps)
+    if stride > 1:
+        chains = 1 if splits <= _LONGEST_CHAIN else 16
+        _combine[(q.shape[1], rows)](part, stat, step.context_len, out, window, splits, v_scale, q.shape[1], head_dim,
+                                     triton.next_power_of_2(head_dim), tiles.split, chains, num_warps=1 if chains == 1 else 4)
+
+
+def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor,
+           tiles: tuple[int, Tiles] | None = None) -> None:
+    """The rows of `attention` after the first `step.num_decode`, into `out`."""
+    cache, q_scale, v_scale, constants = _arguments(q, kv, scale)
+    kind = constants[6]
+    lines, cut = tiles or prompt_tiles(kind, q.shape[2], kv.v.element_size())
+    grid = (q.shape[1], triton.cdiv(step.max_query, lines), step.block_table.shape[0] - step.num_decode)
+    _prompt[grid](q, *cache, step.block_table, step.context_len, step.query_start, out, step.block_table.shape[1],
+                  window or 1 << 30, step.num_decode, q_scale, v_scale, *constants, window > 0, cut.tile, lines,
+                  _P_FACTOR.get(kind, 1.0), cut.stages, num_warps=cut.warps)
+
+
+def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> Tensor:
+    """`reference.attention`: decode rows by `decode`, prompt rows by `prompt`. Rows of context 0 (padding) give zeros."""
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if step.num_decode:
+        decode(q, kv, step, scale, window, out)
+    if step.block_table.shape[0] > step.num_decode and step.max_query:
+        prompt(q, kv, step, scale, window, out)
+    return out

@@ -9,6 +9,9 @@
  * -ffp-contract=off: where a multiply and an add are fused is our choice, not the optimizer's.
  */
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -214,6 +217,9 @@ ALWAYS float as_float(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
 ALWAYS uint32_t as_bits(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
 
 ALWAYS float from_half(uint16_t h) {
+#if (defined(AVX512) || defined(AVX2)) && defined(__F16C__)
+  return _cvtsh_ss(h);
+#endif
   uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
   if (magnitude >= 0x0f800000) return as_float(sign | 0x70000000 | magnitude); /* inf, NaN */
   return as_float(sign | as_bits(as_float(magnitude) * 0x1p112f));
@@ -266,31 +272,102 @@ ALWAYS F load_codes(const uint8_t *x) {
 
 /* ---- threads and scratch ------------------------------------------------------------------------------------------------- */
 
-/* Two OpenMP runtimes in one process spin against each other, so this file uses no pragmas: it is handed the entry points of
- * the runtime that torch has already loaded, or none and then runs on one thread. */
-typedef void (*Fork)(void (*)(void *), void *, unsigned, unsigned);
-static Fork fork_team;
-static int (*team_size)(void);
-EXPORT void nybble_threads(void *fork_entry, void *size_entry) {
-  fork_team = (Fork)fork_entry;
-  team_size = (int (*)(void))size_entry;
-}
-static long threads(void) { return fork_team ? team_size() : 1; }
+/* Not OpenMP: its barrier waits for every thread of the team, so one that is not scheduled (another process has its core) stalls
+ * each small call by a time slice, and a second runtime beside torch's would spin against it. Here tasks are handed out one by
+ * one, the caller works too and at the end waits only for workers that did take part. A worker that is late finds the job shut. */
+typedef struct { void (*body)(void *, long); void *data; long tasks; atomic_long next; } Job;
+enum { MOST_WORKERS = 255, SPINS = 3000, OPEN = 1, JOINED = 2 };
+static struct {
+  pthread_mutex_t caller, bed; /* `caller` is held while a job runs */
+  pthread_cond_t wake;
+  atomic_uint jobs;     /* counts jobs: what an idle worker watches */
+  atomic_int sleeping;  /* workers that stopped watching */
+  atomic_uint state;    /* OPEN while workers may join, plus JOINED for each that is at work */
+  Job *job;
+  long workers;
+  atomic_long wanted;
+} pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .bed = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-typedef struct { void (*body)(void *, long); void *data; long tasks; atomic_long next; } Team;
-static void member(void *arg) {
-  Team *team = arg;
-  for (long task; (task = atomic_fetch_add_explicit(&team->next, 1, memory_order_relaxed)) < team->tasks;)
-    team->body(team->data, task);
+static int (*team_size)(void);
+static long fixed_size = 1;
+static void forget_workers(void) { /* a forked child has none */
+  pthread_mutex_init(&pool.caller, NULL), pthread_mutex_init(&pool.bed, NULL), pthread_cond_init(&pool.wake, NULL);
+  pool.workers = 0;
+  atomic_store(&pool.sleeping, 0), atomic_store(&pool.state, 0);
+}
+/* How many threads to use: asked of `size` (torch's omp_get_max_threads) at each call, or `otherwise` when it is NULL. */
+EXPORT void nybble_threads(void *size, int64_t otherwise) {
+  team_size = (int (*)(void))size;
+  fixed_size = otherwise;
+  pthread_atfork(NULL, NULL, forget_workers);
+}
+static long threads(void) { return MIN(team_size ? team_size() : fixed_size, MOST_WORKERS + 1); }
+
+ALWAYS void pause_core(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
+#endif
+}
+static void take_tasks(Job *job) {
+  for (long task; (task = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed)) < job->tasks;) job->body(job->data, task);
+}
+static void *worker(void *number) {
+  for (unsigned seen = 0;;) {
+    for (int i = 0; i < SPINS && atomic_load_explicit(&pool.jobs, memory_order_acquire) == seen; i++) pause_core();
+    if (atomic_load(&pool.jobs) == seen) {
+      pthread_mutex_lock(&pool.bed);
+      atomic_fetch_add(&pool.sleeping, 1);
+      while (atomic_load(&pool.jobs) == seen) pthread_cond_wait(&pool.wake, &pool.bed);
+      atomic_fetch_sub(&pool.sleeping, 1);
+      pthread_mutex_unlock(&pool.bed);
+    }
+    seen = atomic_load(&pool.jobs);
+    if ((long)(intptr_t)number >= atomic_load(&pool.wanted)) continue;
+    unsigned state = atomic_load(&pool.state);
+    while (state & OPEN && !atomic_compare_exchange_weak(&pool.state, &state, state + JOINED)) {}
+    if (!(state & OPEN)) continue;
+    take_tasks(pool.job);
+    atomic_fetch_sub(&pool.state, JOINED);
+  }
+  return NULL;
 }
 /* body(data, 0 .. tasks - 1) in any order; `work` is in units of about a nanosecond of one thread. */
 static void parallel(void (*body)(void *, long), void *data, long tasks, double work) {
-  if (tasks < 2 || work < 4000 || threads() < 2) {
-    for (long task = 0; task < tasks; task++) body(data, task);
+  Job job = {body, data, tasks, 0};
+  const long wanted = tasks < 2 || work < 4000 ? 0 : MIN(threads(), tasks) - 1;
+  if (wanted < 1 || pthread_mutex_trylock(&pool.caller)) { /* another thread of this process has the workers */
+    take_tasks(&job);
     return;
   }
-  Team team = {body, data, tasks, 0};
-  fork_team(member, &team, 0, 0);
+  while (pool.workers < wanted) {
+    pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals belong to Python's main thread */
+    const int failed = pthread_create(&thread, NULL, worker, (void *)(intptr_t)pool.workers);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed) break;
+    pthread_detach(thread);
+    pool.workers++;
+  }
+  pool.job = &job;
+  atomic_store(&pool.wanted, wanted);
+  atomic_store(&pool.state, OPEN);
+  atomic_fetch_add(&pool.jobs, 1);
+  if (atomic_load(&pool.sleeping)) {
+    pthread_mutex_lock(&pool.bed);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.bed);
+  }
+  take_tasks(&job);
+  atomic_fetch_and(&pool.state, ~(unsigned)OPEN);
+  for (long i = 0; atomic_load_explicit(&pool.state, memory_order_acquire); i++) {
+    if (i < 1000) pause_core();
+    else sched_yield(); /* the worker may be waiting for this very core */
+  }
+  pthread_mutex_unlock(&pool.caller);
 }
 
 enum { CALL, WORK, PANEL, SLOTS };
@@ -697,15 +774,17 @@ ALWAYS void decode(const void *stored, const uint16_t *params, long vector, int 
         store_part(x + i, fma16(load_codes(t), scales, lows), dim - i);
       }
     } else {
+      typedef uint8_t v16b __attribute__((vector_size(16)));
       const long half = dim / 2;
       const uint8_t *codes = (const uint8_t *)stored + vector * half;
       for (; i < half; i += LANES) {
         const long part = MIN(LANES, half - i);
-        uint8_t t[LANES] = {0}, l[LANES], h[LANES];
-        memcpy(t, codes + i, (size_t)part);
-        for (int j = 0; j < LANES; j++) l[j] = t[j] & 15, h[j] = t[j] >> 4;
-        store_part(x + i, fma16(load_codes(l), scales, lows), part);
-        store_part(x + half + i, fma16(load_codes(h), scales, lows), part);
+        v16b pairs = {0}, low_codes, high_codes;
+        if (part == LANES) memcpy(&pairs, codes + i, LANES);
+        else memcpy(&pairs, codes + i, (size_t)part);
+        low_codes = pairs & 15, high_codes = pairs >> 4;
+        store_part(x + i, fma16(load_codes((const uint8_t *)&low_codes), scales, lows), part);
+        store_part(x + half + i, fma16(load_codes((const uint8_t *)&high_codes), scales, lows), part);
       }
     }
   }
@@ -845,16 +924,17 @@ ALWAYS void transpose16(const float *a, long lda, float *b, long ldb) {
 
 /* Keys [base, base + count) as columns `keys` [padded][64] and values as rows [64][padded]; the rest of the tile is zero. */
 #define TILE_KINDS(KIND)                                                                                                    \
-  for (long i = 0; i < count; i++) {                                                                                        \
-    const long at = base + i, block = table[at / c->block_size];                                                            \
-    const long vector = (block * c->kv_heads + head) * c->block_size + at % c->block_size;                                  \
+  for (long i = 0; i < count; i++, vector++, left--) {                                                                      \
+    if (left == 0) vector = (*table++ * c->kv_heads + head) * c->block_size, left = c->block_size;                          \
     decode(c->k, c->k_params, vector, KIND, dim, rows + i * padded);                                                        \
     decode(c->v, c->v_params, vector, KIND, dim, values + i * padded);                                                      \
     for (long d = dim; d < padded; d++) rows[i * padded + d] = values[i * padded + d] = 0;                                  \
   }
 static void read_tile(const Cache *c, const int32_t *table, long head, long base, long count, long padded, float *rows,
                       float *keys, float *values) {
-  const long dim = c->dim;
+  const long dim = c->dim, skipped = base % c->block_size;
+  table += base / c->block_size;
+  long vector = (*table++ * c->kv_heads + head) * c->block_size + skipped, left = c->block_size - skipped;
   switch (c->kind) {
   case FP32: TILE_KINDS(FP32) break;
   case BF16: TILE_KINDS(BF16) break;

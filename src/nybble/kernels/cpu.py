@@ -31,7 +31,7 @@ from nybble.kernels.types import LayerKV, Rows, Step
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # Fused multiply-adds are written out in the source: the compiler may not choose them, or bits would depend on inlining.
-FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread")
 NATIVE = (("-march=native",), ("-mcpu=native",), ())  # the first the compiler knows
 INT8_OFFSET, INT4_OFFSET, PANEL = 128, 8, 32
 KINDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "int4": 4}
@@ -39,7 +39,7 @@ FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _p, _i, _f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 SIGNATURES = {
-    "nybble_threads": (_p, _p),
+    "nybble_threads": (_p, _i),
     "nybble_linear": (_p, _p, _p, _p, _i),
     "nybble_dense": (_p, _p, _p, _i, _i, _i, _i),
     "nybble_quantize_rows": (_p, _p, _p, _i, _i),
@@ -70,19 +70,17 @@ def library(*defines: str) -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(f"the fast CPU kernels are off, the slower torch kernels run instead: {error}", stacklevel=2)
         return None
-    fork, size = _thread_team()
-    loaded.nybble_threads(fork, size)
+    loaded.nybble_threads(_team_size(), torch.get_num_threads())
     return loaded
 
 
 def build_report() -> dict[str, str]:
-    """What the kernels were built with: compiler, cached file, instruction set, and where threads come from."""
+    """What the kernels were built with: compiler, cached file, instruction set."""
     loaded = library()
     return {
         "compiler": _compiler() or "none found",
         "library": "none" if loaded is None else loaded._name,
         "instructions": "none" if loaded is None else loaded.nybble_instructions().decode(),
-        "threads": "torch's OpenMP" if _thread_team()[0] else "one (torch's OpenMP runtime has no GOMP entry points)",
     }
 
 
@@ -130,17 +128,14 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()} {platform.platform()}"
 
 
-@functools.cache
-def _thread_team() -> tuple[int | None, int | None]:
-    """Addresses of GOMP_parallel and omp_get_max_threads in the OpenMP runtime that torch has loaded, or (None, None)."""
-    candidates: list[str | None] = [None, *map(str, sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*")))]
-    for name in candidates:
+def _team_size() -> int | None:
+    """Address of omp_get_max_threads in the OpenMP runtime that torch has loaded: what torch.set_num_threads sets."""
+    for name in (None, *map(str, sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*")))):
         try:
-            runtime = ctypes.CDLL(name)
-            return (ctypes.cast(runtime.GOMP_parallel, _p).value, ctypes.cast(runtime.omp_get_max_threads, _p).value)
+            return ctypes.cast(ctypes.CDLL(name).omp_get_max_threads, _p).value
         except (OSError, AttributeError):
             continue
-    return None, None
+    return None
 
 
 # ---- linear -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,10 @@
+"""Models: config.json to a decoder that runs. Families are data, and no family knows what its weights are stored as."""
+
+from nybble.models.config import ModelConfig, read_config
+from nybble.models.decoder import Decoder, Layer
+from nybble.models.load import load_model
+from nybble.models.shapes import SHAPES, dummy_model
+from nybble.models.window import forward_window, hidden_window, prepare_window, window_nll
+
+__all__ = ["SHAPES", "Decoder", "Layer", "ModelConfig", "dummy_model", "forward_window", "hidden_window", "load_model",
+           "prepare_window", "read_config", "window_nll"]

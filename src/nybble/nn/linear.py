@@ -69,7 +69,7 @@ class Projection:
 
     def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, ops: Ops, keep: bool = False) -> None:
         self.parts, self.device, self.dtype, self.ops, self.keep = tuple(parts), device, dtype, ops, keep
-        self._linears: tuple[Linear, ...] | None = None
+        self._packed: tuple[tuple[tuple[str, ...], Linear], ...] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +77,8 @@ class Projection:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.pack()._linears or ()
+        self.pack()
+        return tuple(linear for _, linear in self._packed or ())
 
     @property
     def takes(self) -> Spec | None:
@@ -86,9 +87,10 @@ class Projection:
         return first if all(linear.takes == first for linear in self.linears) else None
 
     def pack(self) -> Projection:
-        if self._linears is None:
-            self._linears = tuple(
-                Linear(*_join(group), self.device, self.dtype, self.ops) for group in _joinable(self.parts)
+        if self._packed is None:
+            self._packed = tuple(
+                (tuple(part.name for part in group), Linear(*_join(group), self.device, self.dtype, self.ops))
+                for group in _joinable(self.parts)
             )
             if not self.keep:
                 self.parts = tuple(replace(part, weight=None, bias=None) for part in self.parts)
@@ -122,27 +124,21 @@ class Projection:
             raise ValueError(f"{old.name}: its weights were given up when packed; load the model with editable=True")
         new = replace(old, weight=weight, act=act)
         self.parts = tuple(new if part is old else part for part in self.parts)
-        self._linears = None
+        self._packed = None
 
     def explain(self) -> list[dict[str, Any]]:
         """Per packed linear: name, scheme, kernel, refusals ((kernel, reason), ...), bits_per_weight."""
-        rows = []
-        names, linears = list(self.names), self.linears
-        for linear in linears:
-            mine, width = [], linear.shape.out_features
-            while width > 0:
-                width -= self.parts[len(self.names) - len(names)].shape[0]
-                mine.append(names.pop(0))
-            head, _, _ = mine[0].rpartition(".")
-            short = ",".join(name.rpartition(".")[2] for name in mine)
-            rows.append({
-                "name": f"{head}.{short}" if head else short,
+        self.pack()
+        return [
+            {
+                "name": ",".join((names[0], *(name.rpartition(".")[2] for name in names[1:]))),
                 "scheme": linear.shape.scheme.name,
                 "kernel": linear.choice.kernel.name,
                 "refusals": linear.choice.refusals,
                 "bits_per_weight": linear.bits_per_weight,
-            })
-        return rows
+            }
+            for names, linear in self._packed or ()
+        ]
 
 
 def _joinable(parts: Sequence[Part]) -> list[list[Part]]:
@@ -157,14 +153,11 @@ def _joinable(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _alike(a: Part, b: Part) -> bool:
-    assert a.weight is not None and b.weight is not None
-    if a.act != b.act or type(a.weight) is not type(b.weight):
-        return False
-    if isinstance(a.weight, Tensor):
-        return a.weight.dtype == b.weight.dtype
-    one, other = a.weight.order, b.weight.order
-    same_order = one is other if one is None or other is None else torch.equal(one, other)
-    return a.weight.spec == b.weight.spec and same_order
+    if isinstance(a.weight, QTensor) and isinstance(b.weight, QTensor):
+        one, other = a.weight.order, b.weight.order
+        same_order = one is other if one is None or other is None else torch.equal(one, other)
+        return a.act == b.act and a.weight.spec == b.weight.spec and same_order
+    return isinstance(a.weight, Tensor) and isinstance(b.weight, Tensor) and (a.act, a.weight.dtype) == (b.act, b.weight.dtype)
 
 
 def _join(parts: list[Part]) -> tuple[QTensor | Tensor, Spec | None, Tensor | None]:

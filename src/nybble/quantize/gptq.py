@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize, expand
 from nybble.formats.spec import Spec
-from nybble.quantize.rtn import absmax_scale, check_spec, mse_scale, storable, tiles
+from nybble.quantize.rtn import absmax_scale, check_spec, mse_scale, storable
 
 LARGEST_DAMPING = 1.0
 
@@ -91,6 +90,16 @@ def damped(moment: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
     raise ValueError(f"{name}: its Hessian does not factor even at damping {LARGEST_DAMPING}: use more calibration text")
 
 
+def follow(weight: Tensor, moment: Tensor, cross: Tensor, damping: float, name: str) -> Tensor:
+    """The weight that makes up for what the quantized layers before it did to its inputs (QEP, arXiv 2504.09629).
+
+    weight [N, K]; moment [K, K] of the inputs x as they arrive; cross float64 [N, K], the mean of (y - W x) x^T with y the
+    outputs wanted. -> W + cross (H + damping)^-1, the damped least-squares solution for y, fp32.
+    """
+    h, _ = damped(moment, damping, name)
+    return (weight.double() + torch.linalg.solve(h, cross.t()).t()).float()
+
+
 def quantize_gptq(
     weight: Tensor,
     moment: Tensor,
@@ -111,7 +120,9 @@ def quantize_gptq(
         raise ValueError(f"{name}: the weight holds NaN or infinity")
     wide = weight.float()
     k = wide.shape[1]
-    order = moment.diagonal().argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=wide.device)
+    order = torch.arange(k, device=wide.device)
+    if options.act_order:
+        order = moment.diagonal().argsort(descending=True, stable=True)
     h, factor = damped(moment[order][:, order], options.damping, name)
     # H^-1 = U^T U with U = R^-1 upper, where H = R R^T and R is the reversed H's Cholesky factor reversed back.
     identity = torch.eye(k, dtype=h.dtype, device=h.device)
@@ -203,5 +214,3 @@ def refit_scale(
     usable = torch.isfinite(fitted) & (fitted > 0.5 * scale) & (fitted < 2.0 * scale)
     return torch.where(usable.all(1, keepdim=True), storable(fitted, scale_dtype), scale)
 
-
-__all__ = ["GptqOptions", "SecondMoment", "output_error", "quantize_gptq", "quantize_weight", "tiles"]

@@ -231,7 +231,8 @@ def _fit(server: Server, params: SamplingParams, prompts: list[list[int]], param
 # Answers in OpenAI's shapes.
 
 class Answer:
-    """One request's answer: `chunk` makes the choices of a streamed event, `choice` one of a whole answer."""
+    """What the shapes of chat and of text completions share. Each has `opening(index)`, the choices to send before the first
+    piece of a completion, `chunks(piece)`, those of a piece (an event each), and `choice(...)`, one of a whole answer."""
 
     streamed_as: str
     whole_as: str
@@ -241,18 +242,6 @@ class Answer:
         self.tokenizer, self.params, self.stream = server.tokenizer, params, bool(body.stream)
         self.usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
         self.head = {"id": self.prefix + uuid4().hex, "created": int(time.time()), "model": server.name}
-
-    def opening(self, index: int) -> list[dict]:
-        """Choices to send before the first piece of completion `index`, one event each."""
-        raise NotImplementedError
-
-    def chunks(self, piece: Piece) -> list[dict]:
-        """Choices of the events that a piece makes."""
-        raise NotImplementedError
-
-    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
-        """A choice of the whole answer."""
-        raise NotImplementedError
 
     def token_text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id], skip_special=False)
@@ -350,7 +339,7 @@ class Usage:
                 "total_tokens": self._prompt + self._generated, "prompt_tokens_details": {"cached_tokens": sum(self._cached)}}
 
 
-async def _answer(server: Server, request: Request, answer: Answer, prompts: list[list[int]],
+async def _answer(server: Server, request: Request, answer: ChatAnswer | CompletionAnswer, prompts: list[list[int]],
                   params: SamplingParams) -> Response:
     """Submit, wait for the first piece (so that a refusal is still an HTTP error), then stream or collect."""
     usage = Usage(prompts, params.n)
@@ -362,7 +351,8 @@ async def _answer(server: Server, request: Request, answer: Answer, prompts: lis
     return _json(await until_gone(request.receive, _collect(answer, usage, stream, len(prompts) * params.n)))
 
 
-async def _collect(answer: Answer, usage: Usage, stream: AsyncIterator[Piece], count: int) -> dict:
+async def _collect(answer: ChatAnswer | CompletionAnswer, usage: Usage, stream: AsyncIterator[Piece],
+                   count: int) -> dict:
     texts: list[list[str]] = [[] for _ in range(count)]
     logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
     reasons = ["stop"] * count
@@ -376,7 +366,8 @@ async def _collect(answer: Answer, usage: Usage, stream: AsyncIterator[Piece], c
     return {**answer.head, "object": answer.whole_as, "choices": choices, "usage": usage.as_dict()}
 
 
-async def _events(answer: Answer, usage: Usage, first: Piece, stream: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+async def _events(answer: ChatAnswer | CompletionAnswer, usage: Usage, first: Piece,
+                  stream: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
     """The answer as server-sent events, ended by [DONE]."""
     head = {**answer.head, "object": answer.streamed_as}
     tail = {"usage": None} if answer.usage_wanted else {}

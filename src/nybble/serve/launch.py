@@ -11,16 +11,18 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from nybble.engine.client import EngineClient, EngineDied
 from nybble.engine.config import EngineConfig, ProcessConfig
+from nybble.engine.messages import Info
 from nybble.serve.app import create_app
-from nybble.text import load_tokenizer
+from nybble.text import Tokenizer, load_tokenizer
 
 SAY_EVERY_S = 5.0
 WATCH_S = 0.5
@@ -30,26 +32,26 @@ class ServeError(Exception):
     """The server cannot start or go on; the message says what would help."""
 
 
-def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, name: str | None = None, device: str = "auto",
-          engine: EngineConfig | None = None, api_key: str | None = None, max_waiting: int = 1024,
+def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model_name: str | None = None,
+          api_key: str | None = None, engine: Mapping[str, Any] | None = None, max_waiting: int = 1024,
           max_body_bytes: int = 16 << 20, drain_s: int = 30, log_level: str = "warning",
           progress: Callable[[str], None] | None = None) -> None:
     """Serve a checkpoint until SIGINT or SIGTERM: then no request is taken any more, those running have drain_s seconds.
 
-    port: 0 is any free one. name: what clients call the model; default the checkpoint's. progress: told in words what happens,
-    at the end of starting where the server is. Raises ServeError.
+    port: 0 is any free one. model_name: what clients call the model; default the checkpoint's. engine: as `LLM` takes them, kv,
+    device and fields of `EngineConfig`. progress: told in words what happens, at the end of starting where the server is.
+    Raises ServeError.
     """
     path = Path(model)
     if not path.exists():
         raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
-    listener = listen(host, port)
-    try:
+    options = {"kv": "auto", "device": "auto"} | dict(engine or {})
+    device, kv = options.pop("device"), options.pop("kv")
+    config = ProcessConfig(model=str(path), device=device, engine=EngineConfig(kv=None if kv == "auto" else kv, **options))
+    with closing(listen(host, port)) as listener:
         tokenizer = load_tokenizer(path)
-        config = ProcessConfig(model=str(path), device=device, engine=engine or EngineConfig())
-        asyncio.run(run(config, tokenizer, listener, progress=progress or (lambda _: None), drain_s=drain_s, log_level=log_level,
-                        name=name, api_key=api_key, max_waiting=max_waiting, max_body_bytes=max_body_bytes))
-    finally:
-        listener.close()
+        asyncio.run(run(config, tokenizer, listener, progress=progress, drain_s=drain_s, log_level=log_level, name=model_name,
+                        api_key=api_key, max_waiting=max_waiting, max_body_bytes=max_body_bytes))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -62,13 +64,14 @@ def listen(host: str, port: int) -> socket.socket:
                          f"--port 0 takes any free port") from None
 
 
-async def run(config: ProcessConfig, tokenizer, listener: socket.socket, *, progress: Callable[[str], None], drain_s: int = 30,
-              log_level: str = "warning", **options) -> None:
+async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.socket, *,
+              progress: Callable[[str], None] | None = None, drain_s: int = 30, log_level: str = "warning",
+              **options: Any) -> None:
     """Start the engine, serve on `listener` (which gets closed) until a signal, stop the engine. options: of `create_app`.
 
     Raises ServeError when the engine cannot start, or dies while serving.
     """
-    client = EngineClient(config)
+    client, progress = EngineClient(config), progress or (lambda _: None)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     signals: list[int] = []
 
@@ -110,7 +113,8 @@ async def run(config: ProcessConfig, tokenizer, listener: socket.socket, *, prog
         await client.close()
 
 
-async def _start(client: EngineClient, config: ProcessConfig, stopping: asyncio.Task, progress: Callable[[str], None]):
+async def _start(client: EngineClient, config: ProcessConfig, stopping: asyncio.Task,
+                 progress: Callable[[str], None]) -> Info | None:
     """The engine's Info when it is ready; None when a signal came first."""
     starting, begun = asyncio.create_task(client.start()), time.monotonic()
     progress(f"loading {config.model}")

@@ -7,6 +7,7 @@ client feels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -45,14 +46,14 @@ class Metrics:
         info = self._info
         if info is None:
             return
-        used = info.num_blocks - info.free_blocks
+        used = info.num_blocks - info.free_blocks - info.cached_blocks
         for name, text, value in (
             ("requests_running", "Requests in the batch.", info.running),
             ("requests_waiting", "Requests waiting for their turn.", info.waiting),
             ("kv_cache_usage_ratio", "Share of KV cache blocks in use.", used / max(info.num_blocks, 1)),
             ("kv_cache_blocks", "KV cache blocks.", info.num_blocks),
-            ("kv_cache_free_blocks", "KV cache blocks that nobody holds.", info.free_blocks),
-            ("kv_cache_prefix_blocks", "KV cache blocks kept for their prefix.", info.cached_blocks),
+            ("kv_cache_free_blocks", "KV cache blocks that hold nothing.", info.free_blocks),
+            ("kv_cache_prefix_blocks", "KV cache blocks that nobody uses, kept for their prefix.", info.cached_blocks),
             ("kv_cache_bytes_per_token", "Bytes of KV cache per token.", info.bytes_per_token),
         ):
             yield GaugeMetricFamily(f"nybble_{name}", text, value)
@@ -76,8 +77,6 @@ class RequestTimer:
     """The clock of one prompt, from its start to `close`."""
 
     def __init__(self, metrics: Metrics, n: int) -> None:
-        from time import perf_counter
-
         self._metrics, self._started, self._last = metrics, perf_counter(), [0.0] * n
         self._open, self._waiting = n, True
         metrics.active += 1

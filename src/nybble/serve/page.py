@@ -17,7 +17,8 @@ header, main, form { width: 100%; max-width: 48rem; margin: 0 auto; padding: 0 1
 header { display: flex; align-items: baseline; gap: .75rem; padding-top: 1rem; padding-bottom: .75rem;
   border-bottom: 1px solid var(--line) }
 h1 { margin: 0; font-size: 1.1rem; letter-spacing: .02em } h1 i { color: var(--accent); font-style: normal }
-small, .note { color: var(--faint); font-size: .82rem } header small { flex: 1; overflow: hidden; text-overflow: ellipsis }
+small, .note { color: var(--faint); font-size: .82rem }
+header small { flex: 1; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }
 main { flex: 1; overflow-y: auto; padding-top: 1rem }
 .turn { margin: 0 0 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
 .user { margin-left: auto; width: fit-content; max-width: 85%; padding: .5rem .9rem; border-radius: 1rem 1rem .2rem 1rem;
@@ -31,11 +32,14 @@ textarea { flex: 1; resize: none; max-height: 12rem; field-sizing: content; padd
 textarea:focus-visible, button:focus-visible, summary:focus-visible { outline: 2px solid var(--accent); outline-offset: 1px }
 button { border: 0; border-radius: .9rem; padding: .75rem 1.1rem; background: var(--accent); color: var(--back);
   font: inherit; font-weight: 600; cursor: pointer }
-button.plain { background: none; color: var(--faint); padding: 0; font-weight: 400; font-size: .82rem }
+button.plain { white-space: nowrap; background: none;
+  color: var(--faint); padding: 0; font-weight: 400; font-size: .82rem }
 details { font-size: .82rem; color: var(--faint); position: relative } summary { cursor: pointer }
 details div { position: absolute; right: 0; z-index: 1; padding: .8rem; display: grid; gap: .5rem; width: 15rem;
   background: var(--card); border: 1px solid var(--line); border-radius: .7rem }
-label { display: flex; justify-content: space-between; gap: .5rem } label input { width: 8rem; font: inherit }
+label { display: flex; justify-content: space-between; gap: .5rem }
+label input { width: 8rem; font: inherit; color: var(--text);
+  background: var(--back); border: 1px solid var(--line); border-radius: .4rem; padding: .15rem .4rem }
 </style>
 <header><h1>nybb<i>le</i></h1><small id="model">…</small>
   <details><summary>Settings</summary><div>

@@ -1,0 +1,120 @@
+"""One decoder for every dense family: embedding, layers, norm, logits. It knows shapes, not schemes, kernels or requests.
+
+The residual stream travels as a pair (x, residual) whose sum the next norm takes, so that addition, norm and quantization
+are one op. Calibration runs the same code a layer at a time, with `observe` told the float input of every linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import Spec
+from nybble.kernels.types import LayerKV, Step
+from nybble.models.config import ModelConfig
+from nybble.nn.attention import Attention
+from nybble.nn.embed import Embedding, Head
+from nybble.nn.linear import Observe, Part, Projection
+from nybble.nn.mlp import Mlp
+from nybble.nn.norm import RmsNorm
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of the decoder. `projections` are its linears, grouped by shared input, in the order they run."""
+
+    input_norm: RmsNorm
+    attention: Attention
+    post_norm: RmsNorm
+    mlp: Mlp
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, kv: LayerKV, step: Step, observe: Observe | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[T, H] and what is still to be added to it -> the same pair after the layer."""
+        quantize = observe is None
+        normed, residual = self.input_norm(x, residual, quantize and self.attention.qkv.takes is not None)
+        x = self.attention(normed, kv, step, observe)
+        normed, residual = self.post_norm(x, residual, quantize and self.mlp.gate_up.takes is not None)
+        return self.mlp(normed, observe), residual
+
+    def run(self, hidden: Tensor, kv: LayerKV, step: Step, observe: Observe | None = None) -> Tensor:
+        """The layer as a function of the residual stream: [T, H] -> [T, H]."""
+        x, residual = self(hidden, None, kv, step, observe)
+        return (x.float() + residual.float()).to(hidden.dtype)
+
+    def projection(self, name: str) -> Projection:
+        """Of a linear, by full name or its last component ("q_proj"). Raises KeyError saying which there are."""
+        last = name.rpartition(".")[2]
+        for projection in self.projections:
+            if last in (n.rpartition(".")[2] for n in projection.names):
+                return projection
+        raise KeyError(f"no linear {name!r}; there are {', '.join(n for p in self.projections for n in p.names)}")
+
+    def part(self, name: str) -> Part:
+        """One linear's name, shape and, in an editable model, canonical weight."""
+        return self.projection(name).part(name)
+
+    def replace(self, name: str, weight: QTensor | Tensor, act: Spec | None) -> None:
+        """Swap one linear's weight [N, K], also where it is fused; joined and packed again on next use. The model must have
+        been loaded with editable=True (ValueError)."""
+        self.projection(name).replace(name, weight, act)
+
+
+class Decoder:
+    """Owns the weights on their device.
+
+    config, device, dtype (of activations), layers, embedding, norm, head. Raises nothing of its own: what can be wrong was
+    found at load.
+    """
+
+    def __init__(self, config: ModelConfig, embedding: Embedding, layers: Sequence[Layer], norm: RmsNorm, head: Head,
+                 device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.embedding, self.layers, self.norm, self.head = embedding, tuple(layers), norm, head
+
+    def hidden(self, step: Step, kv: Sequence[LayerKV]) -> Tensor:
+        """The normed hidden states that logits are made of: [S, H] for `step.logit_rows`, [T, H] when that is None.
+
+        Writes K and V of the step's tokens to `kv`, one per layer.
+        """
+        x, residual = self.embedding(step.token_ids), None
+        for layer, cache in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, cache, step)
+        return self.final(x, residual, step)
+
+    def final(self, x: Tensor, residual: Tensor | None, step: Step) -> Tensor:
+        """The last norm, over the rows whose logits are wanted."""
+        rows = step.logit_rows
+        if rows is not None:
+            x, residual = x[rows], None if residual is None else residual[rows]
+        return x if x.shape[0] == 0 else self.norm(x, residual, False)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states [S, H] -> float32 [S, V]."""
+        return self.head(hidden)
+
+    def forward(self, step: Step, kv: Sequence[LayerKV]) -> Tensor:
+        """-> float32 logits [S, V] of `step.logit_rows`, of all T tokens when that is None."""
+        return self.head(self.hidden(step, kv))
+
+    def linears(self) -> Iterator[Projection]:
+        """Every projection in the order of the forward pass, the head's last when it is quantized."""
+        for layer in self.layers:
+            yield from layer.projections
+        if isinstance(self.head.weight, Projection):
+            yield self.head.weight
+
+    def explain(self) -> list[dict[str, Any]]:
+        """Per packed linear: name, scheme, kernel, refusals ((kernel, reason), ...), bits_per_weight. Linears that run as
+        one share a row: "model.layers.0.self_attn.q_proj,k_proj,v_proj"."""
+        return [row for projection in self.linears() for row in projection.explain()]

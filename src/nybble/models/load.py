@@ -1,0 +1,162 @@
+"""From a source of named tensors to a decoder: streamed layer by layer, checked against the config, nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nybble.formats.qtensor import QTensor, dequantize
+from nybble.formats.spec import Spec
+from nybble.kernels.registry import ops_for
+from nybble.models.config import ModelConfig, read_config
+from nybble.models.decoder import Decoder, Layer
+from nybble.nn.attention import Attention
+from nybble.nn.embed import Embedding, Head
+from nybble.nn.linear import Part, Projection
+from nybble.nn.mlp import Mlp
+from nybble.nn.norm import RmsNorm
+from nybble.nn.rope import cos_sin_table
+
+Progress = Callable[[str, float], None]  # what is being done, and how much of it in [0, 1]
+
+# Buffers that old checkpoints carry and that follow from the config.
+DERIVED = (".rotary_emb.inv_freq",)
+
+
+class Source(Protocol):
+    """Where weights come from; `checkpoint.Checkpoint` is one. Names are Hugging Face's."""
+
+    config: Mapping[str, Any]
+
+    def has(self, name: str) -> bool: ...
+    def get(self, name: str) -> Tensor | QTensor: ...
+    def act(self, name: str) -> Spec | None: ...
+    def unread(self) -> list[str]: ...
+
+
+def load_model(
+    checkpoint: Source,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    editable: bool = False,
+) -> Decoder:
+    """Read every weight of a checkpoint onto a device.
+
+    dtype: of activations; None is float32 on a CPU, elsewhere the checkpoint's 16-bit type (bfloat16 for a float32 one).
+    editable: keep canonical weights, so that `Layer.replace` works; quantizers want this, engines do not.
+
+    Raises ValueError for a config that is not honoured, a weight of the wrong shape, and tensors nobody asked for.
+    """
+    device = torch.device(device)
+    config = read_config(checkpoint.config)
+    model = build(config, checkpoint, device, dtype or default_dtype(config, device), progress, editable)
+    left = [name for name in checkpoint.unread() if not name.endswith(DERIVED)]
+    if left:
+        shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        raise ValueError(f"{config.family.architecture} has no place for tensors of this checkpoint: {shown}")
+    return model
+
+
+def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    return torch.float16 if config.dtype == "float16" else torch.bfloat16
+
+
+def build(config: ModelConfig, source: Source, device: torch.device, dtype: torch.dtype, progress: Progress | None = None,
+          editable: bool = False) -> Decoder:
+    """A decoder from any source."""
+    c, ops = config, ops_for(device)
+    if progress is not None:
+        progress("loading", 0.0)
+
+    def vector(name: str, width: int) -> Tensor:
+        value = source.get(name)
+        assert isinstance(value, Tensor)
+        _check_shape(name, value.shape, (width,))
+        return value.to(device, torch.float32)
+
+    def project(prefix: str, in_features: int, bias: bool, **outs: int) -> Projection:
+        parts = [_read_part(source, f"{prefix}.{name}", n, in_features, bias) for name, n in outs.items()]
+        return Projection(parts, device, dtype, ops, editable).pack()
+
+    embedding = source.get("model.embed_tokens.weight")
+    _check_shape("model.embed_tokens.weight", embedding.shape, (c.vocab_size, c.hidden_size))
+    table = _table(embedding, device, dtype)
+    cos_sin = cos_sin_table(c.rope, c.head_dim, c.max_position, device)
+    layers = []
+    for index in range(c.num_layers):
+        at = f"model.layers.{index}"
+        q, k = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        attention = Attention(
+            qkv=project(f"{at}.self_attn", c.hidden_size, c.qkv_bias, q_proj=q, k_proj=k, v_proj=k),
+            o=project(f"{at}.self_attn", q, c.o_bias, o_proj=c.hidden_size),
+            q_norm=vector(f"{at}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
+            k_norm=vector(f"{at}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
+            cos_sin=cos_sin,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            eps=c.rms_eps,
+            window=c.windows[index],
+            ops=ops,
+        )
+        mlp = Mlp(
+            project(f"{at}.mlp", c.hidden_size, c.mlp_bias, gate_proj=c.intermediate_size, up_proj=c.intermediate_size),
+            project(f"{at}.mlp", c.intermediate_size, c.mlp_bias, down_proj=c.hidden_size),
+            ops,
+        )
+        norms = [
+            RmsNorm(vector(f"{at}.{name}.weight", c.hidden_size), c.rms_eps, ops)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        layers.append(Layer(norms[0], attention, norms[1], mlp))
+        if progress is not None:
+            progress("loading", (index + 1) / c.num_layers)
+    norm = RmsNorm(vector("model.norm.weight", c.hidden_size), c.rms_eps, ops)
+    head = Head(_read_head(config, source, embedding, table, device, dtype, editable), ops)
+    return Decoder(config, Embedding(table, dtype), layers, norm, head, device, dtype)
+
+
+def _read_part(source: Source, module: str, out_features: int, in_features: int, bias: bool) -> Part:
+    name = f"{module}.weight"
+    weight = source.get(name)
+    _check_shape(name, weight.shape, (out_features, in_features))
+    found = source.get(f"{module}.bias") if bias or source.has(f"{module}.bias") else None
+    if found is not None:
+        assert isinstance(found, Tensor)
+        _check_shape(f"{module}.bias", found.shape, (out_features,))
+        if not bias and not bool((found == 0).all()):
+            raise ValueError(f"{module}.bias: the checkpoint has one, its config.json says that there is none; correct that")
+    return Part(module, (out_features, in_features), weight, source.act(name), found if bias else None)
+
+
+def _read_head(config: ModelConfig, source: Source, embedding: Tensor | QTensor, table: Tensor, device: torch.device,
+               dtype: torch.dtype, editable: bool) -> Tensor | Projection:
+    name, shape = "lm_head.weight", (config.vocab_size, config.hidden_size)
+    if config.tie_embeddings and not source.has(name):
+        return table
+    part = _read_part(source, "lm_head", *shape, False)
+    if config.tie_embeddings:
+        same = isinstance(part.weight, Tensor) and isinstance(embedding, Tensor) and torch.equal(part.weight, embedding)
+        if not same:
+            raise ValueError("tie_word_embeddings = True, but lm_head.weight differs from model.embed_tokens.weight")
+        return table
+    if isinstance(part.weight, QTensor):
+        return Projection([part], device, dtype, ops_for(device), editable).pack()
+    assert isinstance(part.weight, Tensor)
+    return _table(part.weight, device, dtype)
+
+
+def _table(weight: Tensor | QTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A vocabulary table as the device reads it best: 16 bits as stored on a CPU, the activations' type on a GPU."""
+    dense = dequantize(weight, torch.float16) if isinstance(weight, QTensor) else weight
+    return dense.to(device, dense.dtype if device.type == "cpu" else dtype)
+
+
+def _check_shape(name: str, found: Any, wanted: tuple[int, ...]) -> None:
+    if tuple(found) != wanted:
+        raise ValueError(f"{name} has shape {list(found)}; config.json says {list(wanted)}")

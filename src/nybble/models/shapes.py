@@ -1,0 +1,127 @@
+"""Shapes of well-known models for benchmarks that need no checkpoint, and weights made up on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.formats.numerics import FLOAT8
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import SCHEMES, Scheme, Spec, fit_group
+from nybble.models.config import ModelConfig, read_config
+from nybble.models.decoder import Decoder
+from nybble.models.load import Progress, build, default_dtype
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, positions: int, theta: float) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+        "max_position_embeddings": positions, "rope_theta": theta, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096, 1e4),
+    "llama-2-13b": _llama(5120, 13824, 40, 40, 40, 32000, 4096, 1e4),
+    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, 5e5),
+    "llama-3-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, 5e5),
+}
+
+
+def shape(name: str) -> ModelConfig:
+    """Raises ValueError listing the shapes there are."""
+    if name not in SHAPES:
+        raise ValueError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
+    return read_config(SHAPES[name])
+
+
+def dummy_model(
+    config: ModelConfig | Mapping[str, Any] | str,
+    scheme: Scheme | str = "w4a8",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    editable: bool = False,
+) -> Decoder:
+    """A decoder with random weights of `scheme`, made on the device. config: or config.json as a dict, or a name in `SHAPES`.
+
+    Codes are uniform and scales such that every linear keeps its input's variance: activations stay in range through any
+    depth. Embedding and logits stay 16-bit. Raises ValueError for an unknown shape or scheme.
+    """
+    if not isinstance(config, ModelConfig):
+        config = shape(config) if isinstance(config, str) else read_config(config)
+    if isinstance(scheme, str):
+        if scheme not in SCHEMES:
+            raise ValueError(f"no scheme {scheme!r}; there are {', '.join(SCHEMES)}")
+        scheme = SCHEMES[scheme]
+    device = torch.device(device)
+    dtype = dtype or default_dtype(config, device)
+    return build(config, DummySource(config, scheme, device, dtype, seed), device, dtype, progress, editable)
+
+
+class DummySource:
+    """Random weights under a checkpoint's names."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self.config: Mapping[str, Any] = {}
+        self._model, self._scheme, self._device, self._dtype = config, scheme, device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return not name.endswith(".bias") and not (name.startswith("lm_head") and self._model.tie_embeddings)
+
+    def act(self, name: str) -> Spec | None:
+        return self._scheme.act if self._quantized(name) else None
+
+    def unread(self) -> list[str]:
+        return []
+
+    def get(self, name: str) -> Tensor | QTensor:
+        c, last = self._model, name.split(".")[-2]
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        if last.endswith("norm"):
+            return torch.ones(c.head_dim if last in ("q_norm", "k_norm") else c.hidden_size, device=self._device)
+        shape = {
+            "embed_tokens": (c.vocab_size, c.hidden_size), "lm_head": (c.vocab_size, c.hidden_size),
+            "q_proj": (heads, c.hidden_size), "k_proj": (kv_heads, c.hidden_size), "v_proj": (kv_heads, c.hidden_size),
+            "o_proj": (c.hidden_size, heads), "gate_proj": (c.intermediate_size, c.hidden_size),
+            "up_proj": (c.intermediate_size, c.hidden_size), "down_proj": (c.hidden_size, c.intermediate_size),
+        }[last]  # fmt: skip
+        if name.endswith(".bias"):
+            return self._normal((shape[0],), 0.1)
+        if self._quantized(name):
+            assert self._scheme.weight is not None
+            return self._codes(shape, self._scheme.weight)
+        return self._normal(shape, 1.0 if last == "embed_tokens" else shape[1] ** -0.5)
+
+    def _quantized(self, name: str) -> bool:
+        return self._scheme.weight is not None and "_proj." in name
+
+    def _normal(self, shape: tuple[int, ...], deviation: float) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, deviation, generator=self._generator)
+
+    def _codes(self, shape: tuple[int, int], spec: Spec) -> QTensor:
+        n, k = shape
+        if spec.num.kind == "float":
+            codes = self._normal(shape, 1.0).to(FLOAT8[spec.num.name])
+            spread = 1.0
+        else:
+            low, high = int(spec.num.qmin), int(spec.num.qmax)
+            codes = torch.randint(low, high + 1, shape, dtype=torch.int8 if high < 128 else torch.uint8, device=self._device,
+                                  generator=self._generator)
+            spread = (high - low + 1) / math.sqrt(12.0)
+        spec = spec.with_group(fit_group(spec.group, k))
+        tiles = (n, 1 if spec.group is None else k // spec.group)
+        value = 1.0 / (spread * math.sqrt(k))
+        # Between half and one and a half times the average, so that a scale read from the wrong place shows.
+        scale = torch.rand(tiles, device=self._device, generator=self._generator) + 0.5
+        if spec.over is not None:  # an integer grid: int4 codes times scales below 127 / 8
+            return QTensor(spec, codes, torch.round(scale * 10), over=torch.full((n, 1), value / 10, device=self._device))
+        zero = torch.full(tiles, (high + 1) / 2, device=self._device) if spec.zero else None
+        return QTensor(spec, codes, scale * value, zero)

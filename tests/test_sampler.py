@@ -1,0 +1,253 @@
+"""The sampler against float64 formulas and exact probabilities; rows alone and in company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nybble.engine.request import completion_seed
+from nybble.engine.sampler import (
+    FAILED,
+    Counts,
+    Draws,
+    greedy,
+    gumbel,
+    keep_top,
+    logprobs,
+    penalize,
+    random_keys,
+    sample,
+    uniform,
+)
+
+V = 50
+
+
+def draws(seeds: list[int], positions: list[int], *, penalized: list[int] | None = None,
+          forbidden: list[tuple[int, int]] | None = None, **lists: list[float]) -> Draws:
+    """Rows with the given parameters; what is left out is off."""
+    rows = len(seeds)
+    off = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    values = {k: torch.tensor(lists.get(k, [v] * rows), dtype=torch.float32) for k, v in off.items()}
+    top_k = torch.tensor(lists.get("top_k", [0] * rows), dtype=torch.int64)
+    return Draws(
+        slots=torch.arange(rows),
+        top_k=top_k,
+        keys=torch.from_numpy(random_keys(np.array(seeds, np.uint64), np.array(positions))),
+        any_random=bool((values["temperature"] > 0).any()),
+        filtered=bool((top_k > 0).any() or (values["top_p"] < 1).any()),
+        penalized=None if penalized is None else torch.tensor(penalized),
+        forbidden=None if forbidden is None else tuple(torch.tensor(forbidden).t()),
+        **values,
+    )
+
+
+def logits(rows: int, seed: int = 0, width: int = V) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The distribution that is drawn from, float64, written down from the definitions."""
+    x = row.astype(np.float64) / temperature
+    order = np.argsort(-x, kind="stable")
+    alive = np.zeros(len(x), bool)
+    alive[order[: top_k or len(x)]] = True
+    p = np.where(alive, np.exp(x - x.max()), 0)
+    p /= p.sum()
+    total = 0.0
+    for token in order:
+        if total >= top_p:
+            p[token] = 0
+        total += p[token]
+    p[p < min_p * p.max()] = 0
+    return p / p.sum()
+
+
+# ---- deterministic parts --------------------------------------------------------------------------------------------
+
+
+def test_greedy_is_the_first_of_the_largest_and_fails_on_what_is_no_number() -> None:
+    x = torch.tensor([[1.0, 5, 5, 0], [float("-inf"), -3, float("-inf"), -2], [0, float("nan"), 9, 0],
+                      [0, float("inf"), 0, 0], [float("-inf")] * 4])  # fmt: skip
+    assert greedy(x).tolist() == [1, 3, FAILED, FAILED, FAILED]
+    assert sample(x, draws([1] * 5, [0] * 5, temperature=[0.0] * 5), None).tolist() == [1, 3, FAILED, FAILED, FAILED]
+    random = sample(x, draws([1] * 5, [0] * 5), None).tolist()
+    assert random[2:] == [FAILED] * 3
+    assert random[1] in (1, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), top_k=st.integers(0, V), top_p=st.floats(0.01, 1.0), equal=st.booleans())
+def test_top_k_and_top_p_keep_what_the_definitions_keep(seed: int, top_k: int, top_p: float, equal: bool) -> None:
+    x = logits(3, seed)
+    if equal:
+        x = x.round()  # many equal logits
+    mine = keep_top(x, torch.tensor([top_k, 0, 5]), torch.tensor([top_p, 1.0, 0.5]))
+    for row, k, p in zip(range(3), (top_k, 0, 5), (float(np.float32(top_p)), 1.0, 0.5)):
+        assert (mine[row].isfinite().numpy() == (kept(x[row].numpy(), 1.0, k, p, 0.0) > 0)).all()
+        alive = mine[row].isfinite()
+        assert torch.equal(mine[row][alive], x[row][alive])
+
+
+def test_penalties_are_those_of_ctrl_and_openai() -> None:
+    x = logits(3)
+    counts = Counts(3, V, torch.device("cpu"))
+    counts.reset(0, [1, 2, 3], [3, 4, 4])
+    counts.reset(2, [7], [])
+    counts.add(torch.tensor([0, 2]), torch.tensor([5, 9]))
+    d = draws([0] * 3, [0] * 3, penalized=[0, 2], repetition=[1.3, 1.0, 0.7], presence=[0.5, 0, -0.25], frequency=[0.2, 0, 1.5])
+    mine = penalize(x, d, counts)
+    for out, row, r, p, f, prompt, generated in (
+        (0, 0, 1.3, 0.5, 0.2, [1, 2, 3], [3, 4, 4, 5]),
+        (1, 2, 0.7, -0.25, 1.5, [7], [9]),
+    ):
+        expected = x[row].double().numpy().copy()
+        for token in set(prompt + generated):
+            expected[token] = expected[token] / r if expected[token] > 0 else expected[token] * r
+        for token in set(generated):
+            expected[token] -= p + f * generated.count(token)
+        np.testing.assert_allclose(mine[out].numpy(), expected, rtol=1e-6, atol=1e-6)
+    counts.reset(0, [8], [])
+    assert counts.generated[0].sum() == 0
+    assert counts.in_prompt[0].nonzero().tolist() == [[8]]
+
+
+def test_penalties_and_forbidden_ids_change_the_token() -> None:
+    x = torch.zeros(2, V)
+    x[:, 3], x[:, 4], x[:, 5] = 3.0, 2.5, 2.0
+    counts = Counts(2, V, torch.device("cpu"))
+    counts.reset(0, [], [3])
+    d = draws([0, 0], [0, 0], temperature=[0.0, 0.0], presence=[1.5, 0.0], penalized=[0], forbidden=[(0, 4), (1, 3)])
+    assert sample(x, d, counts).tolist() == [5, 4]
+    assert x[0, 3] == 3.0
+    assert sample(x, draws([7, 7], [0, 0], top_k=[1, 1], forbidden=[(0, 3), (1, 3)]), None).tolist() == [4, 4]
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    x = logits(4)
+    tokens = torch.tensor([3, 0, 49, FAILED])
+    chosen, values, ids = logprobs(x, tokens, 5)
+    wide = x.double().numpy()
+    expected = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    np.testing.assert_allclose(chosen[:3].numpy(), expected[[0, 1, 2], [3, 0, 49]], rtol=1e-5)
+    assert (ids.numpy() == np.argsort(-expected, -1)[:, :5]).all()
+    np.testing.assert_allclose(values.numpy(), np.sort(expected, -1)[:, ::-1][:, :5], rtol=1e-5)
+
+
+# ---- randomness ---------------------------------------------------------------------------------------------------
+
+
+def test_splitmix_is_the_published_one() -> None:
+    """First outputs of SplitMix64 for state 1234567, as listed with the algorithm's public test vectors."""
+    from nybble.engine.request import _splitmix
+    from nybble.engine.sampler import _splitmix as of_arrays
+
+    state, golden = 1234567, 0x9E3779B97F4A7C15
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    states = [(state + i * golden) % 2**64 for i in range(5)]
+    assert [_splitmix(z) for z in states] == published
+    assert of_arrays(np.array(states, np.uint64)).tolist() == published
+
+
+def test_mixing_is_murmurs_finalizer() -> None:
+    """Against the same steps in Python integers, including the largest words."""
+    from nybble.engine.sampler import _mix32
+
+    def by_hand(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x85EBCA6B % 2**32
+        x ^= x >> 13
+        x = x * 0xC2B2AE35 % 2**32
+        return x ^ (x >> 16)
+
+    words = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
+    assert _mix32(torch.tensor(words)).tolist() == [by_hand(x) for x in words]
+    assert by_hand(1) == 0x514E28B7  # published value of fmix32(1)
+
+
+def keys(count: int, seed: int = 5) -> torch.Tensor:
+    return torch.from_numpy(random_keys(np.full(count, seed, np.uint64), np.arange(count)))
+
+
+def test_noise_is_uniform_across_tokens_and_across_positions() -> None:
+    u = uniform(keys(400), 1000).double()
+    assert u.min() > 0
+    assert u.max() < 1
+    expected = u.numel() / 64
+    counts = torch.histc(u, 64, 0, 1)
+    assert ((counts - expected) ** 2 / expected).sum() < 120  # chi-square, 63 degrees: 99.998 %
+    for neighbours in (u[:, 1:] * u[:, :-1], u[1:] * u[:-1]):
+        spread = 5 * (7 / 144 / neighbours.numel()) ** 0.5  # E = 1/4, Var(xy) = 7/144
+        assert abs(neighbours.mean() - 0.25) < spread
+    assert abs(gumbel(keys(400), 1000).double().mean() - 0.5772156649) < 0.02
+
+
+def test_no_key_and_no_token_gives_infinite_noise() -> None:
+    words = torch.tensor([[0, 0], [0xFFFFFFFF, 0xFFFFFFFF], [0, 0xFFFFFFFF], [0xFFFFFFFF, 0]])
+    assert gumbel(words, 200_000).isfinite().all()
+    lowest, highest = (torch.tensor([0.5 * 2.0**-32]), torch.tensor([1 - 2.0**-24]))
+    for u in (lowest, highest):
+        assert (-(-torch.log1p(-u)).log()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (1.5, 7, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (2.0, 20, 0.9, 0.05)],
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """20,000 draws of one request at successive positions; chi-square against float64 probabilities."""
+    row, number = logits(1, 3)[0] / 2, 20_000
+    d = draws([11] * number, list(range(number)), temperature=[temperature] * number, top_k=[top_k] * number,
+              top_p=[top_p] * number, min_p=[min_p] * number)  # fmt: skip
+    tokens = sample(row.expand(number, V), d, None)
+    p = kept(row.numpy(), temperature, top_k, top_p, min_p)
+    counts = np.bincount(tokens.numpy(), minlength=V)
+    assert counts[p == 0].sum() == 0
+    often = p * number >= 5
+    statistic = ((counts[often] - p[often] * number) ** 2 / (p[often] * number)).sum()
+    degrees = often.sum() - 1
+    assert statistic < degrees + 5 * (2 * degrees) ** 0.5 + 5
+
+
+def test_a_row_draws_the_same_token_in_any_company() -> None:
+    x = logits(100, 9, 300)
+    rng = np.random.default_rng(0)
+    lists = {
+        "temperature": rng.choice([0.0, 0.7, 1.3], 100).tolist(),
+        "top_k": rng.choice([0, 5, 40], 100).tolist(),
+        "top_p": rng.choice([1.0, 0.9, 0.3], 100).tolist(),
+        "min_p": rng.choice([0.0, 0.05], 100).tolist(),
+        "presence": rng.choice([0.0, 0.8], 100).tolist(),
+    }
+    seeds, positions = rng.integers(0, 2**62, 100).tolist(), rng.integers(0, 1000, 100).tolist()
+    counts = Counts(100, 300, torch.device("cpu"))
+    counts.generated[:] = torch.from_numpy(rng.integers(0, 2, (100, 300)).astype(np.int32))
+    penalized = [i for i in range(100) if lists["presence"][i]]
+    together = sample(x, draws(seeds, positions, penalized=penalized, **lists), counts)
+    for i in range(100):
+        one = {name: [values[i]] for name, values in lists.items()}
+        alone = Counts(1, 300, torch.device("cpu"))
+        alone.generated[0] = counts.generated[i]
+        d = draws(seeds[i : i + 1], positions[i : i + 1], penalized=[0] if i in penalized else None, **one)
+        assert sample(x[i : i + 1], d, alone).item() == together[i]
+
+
+def test_seeds_positions_and_completions_draw_differently_and_repeatably() -> None:
+    x = torch.zeros(6, 5000)  # uniform: two draws agree once in 5000
+    seeds = [1, 1, 2, completion_seed(1, 1), completion_seed(1, 2), completion_seed(2, 1)]
+    positions = [0, 1, 0, 0, 0, 0]
+    tokens = sample(x, draws(seeds, positions), None).tolist()
+    assert len(set(tokens)) == 6
+    assert tokens == sample(x, draws(seeds, positions), None).tolist()
+    assert completion_seed(12, 0) == 12
+
+
+def test_extreme_temperatures_and_logits() -> None:
+    x = logits(3) * torch.tensor([[1.0], [1e30], [1.0]])
+    d = draws([1] * 3, [0] * 3, temperature=[1e-30, 1.0, 100.0], top_p=[0.9, 0.9, 1.0])
+    tokens = sample(x, d, None)
+    assert tokens[:2].tolist() == x[:2].argmax(-1).tolist()
+    assert 0 <= tokens[2] < V
