@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import BROKEN, CRASH, VOCAB, ScriptedRunner, answer, small
+from scripted import BROKEN, CRASH, LOSE, VOCAB, ScriptedRunner, answer, small
 
+from nybble.engine.batch import Stage
+from nybble.engine.config import EngineConfig
 from nybble.engine.core import Engine
+from nybble.engine.kvcache import allocate, bytes_per_token, kv_budget
 from nybble.engine.messages import Delta, Refused, SamplingParams, Submit
+from nybble.engine.request import Request
+from nybble.engine.scheduler import Plan
+from nybble.formats.spec import KV
+from nybble.models import Decoder, dummy_model
 
 
 def greedy(**changes: object) -> SamplingParams:
@@ -182,6 +192,14 @@ def test_a_step_that_fails_fails_its_requests_and_not_the_engine(overlap: bool) 
     assert run(engine).tokens["c", 0] == answer([1, 2, 3, 4, 5], 8)
 
 
+def test_a_lost_device_answers_its_requests_and_then_ends_the_engine() -> None:
+    engine = Engine(ScriptedRunner(), small())
+    engine.submit(Submit("a", [1, LOSE], greedy()))
+    assert engine.step()[0].finish_reason == "error"
+    with pytest.raises(RuntimeError, match="device is lost"):
+        engine.step()
+
+
 def test_logprobs_come_with_the_requests_that_want_them() -> None:
     engine = Engine(ScriptedRunner(), small())
     engine.submit(Submit("with", [1], greedy(logprobs=1)))
@@ -249,3 +267,224 @@ def test_info_counts() -> None:
     assert (info.prompt_tokens, info.generated_tokens, info.steps) == (3, 5, 5)
     assert (info.model, info.scheme, info.kv, info.max_context) == ("m", "w4a8", "int8", 200)
     assert (info.running, info.waiting, info.prefix_queries) == (0, 0, 3)
+
+
+# ---- with a tiny W4A8 model ---------------------------------------------------------------------------------------
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384, "max_position_embeddings": 256,
+    "rope_theta": 1e4, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return dummy_model(TINY, "w4a8_g32", "cpu", seed=3)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[Submit]:
+    """32 requests: short and long prompts, some with a common beginning, a third of them sampled."""
+    rng = random.Random(1)
+    system = [rng.randrange(384) for _ in range(40)]
+    requests = []
+    for i in range(32):
+        prompt = system * (i % 3 == 0) + [rng.randrange(384) for _ in range(rng.choice([1, 7, 16, 33, 70]))]
+        params = greedy(max_tokens=rng.randint(4, 30))
+        if i % 3 == 1:
+            params = greedy(max_tokens=20, temperature=1.2, seed=i, top_k=[0, 30][i % 2], top_p=0.9, presence_penalty=0.5)
+        requests.append(Submit(str(i), prompt, params))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def alone(model: Decoder, mixed: list[Submit]) -> dict[tuple[str, int], list[int]]:
+    """Each request by itself, whole prompt at once, nothing cached."""
+    tokens = {}
+    for request in mixed:
+        config = EngineConfig(kv="int8", block_size=16, max_batch=1, max_batched_tokens=256, num_blocks=16)
+        engine = Engine(model, replace(config, prefix_caching=False))
+        engine.submit(request)
+        tokens.update(run(engine).tokens)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"chunked_prefill": False},
+        {"max_batched_tokens": 32},
+        {"prefix_caching": False, "max_batched_tokens": 37},
+        {"overlap": True},
+        {"block_size": 64},
+        {"block_size": 4, "num_blocks": 40, "max_batched_tokens": 48},
+        {"block_size": 4, "num_blocks": 40, "prefix_caching": False, "overlap": True, "chunked_prefill": False},
+    ],
+    ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()) or "together",
+)
+def test_batching_changes_nothing(model: Decoder, mixed: list[Submit], alone: dict, changes: dict) -> None:
+    config = {"kv": "int8", "block_size": 16, "max_batch": 32, "max_batched_tokens": 256, "num_blocks": 400}
+    engine = Engine(model, EngineConfig(**{**config, **changes}))
+    answers = Answers()
+    for i, request in enumerate(mixed):
+        engine.submit(request)
+        if i % 8 == 7:  # arrivals while others run
+            answers.add(engine.step())
+    run(engine, answers)
+    assert answers.tokens == alone
+    if "num_blocks" in changes:
+        assert engine.info().preemptions > 0
+    if changes == {}:
+        assert engine.info().prefix_hits > 0
+
+
+def test_a_repeated_answer_in_a_prompt_is_computed_as_a_prompt(model: Decoder) -> None:
+    """A second turn gets the same tokens with the first turn in the cache and without."""
+    first = Submit("a", list(range(50)), greedy(max_tokens=40))
+    config = EngineConfig(kv="int8", block_size=16, num_blocks=64)
+    engine = Engine(model, config)
+    engine.submit(first)
+    text = list(range(50)) + run(engine).tokens["a", 0]
+    second = Submit("b", [*text, 7, 8, 9], greedy(max_tokens=40))
+    engine.submit(second)
+    warm = run(engine)
+    fresh = Engine(model, replace(config, prefix_caching=False))
+    fresh.submit(second)
+    assert warm.tokens["b", 0] == run(fresh).tokens["b", 0]
+    assert warm.deltas[0].cached_tokens == 48
+
+
+def test_min_tokens_and_logprobs_with_a_model(model: Decoder) -> None:
+    config = EngineConfig(kv="fp32", num_blocks=8)
+    free, held = Engine(model, config), Engine(model, config)
+    free.submit(Submit("a", [5, 6, 7], greedy(max_tokens=30, logprobs=3)))
+    answers = run(free)
+    text = answers.tokens["a", 0]
+    for delta in answers.deltas:
+        (entry,) = delta.logprobs
+        assert entry.top[0] == (entry.token_id, entry.logprob)  # greedy: the chosen is the most likely
+        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+        assert entry.logprob < 0
+    held.submit(Submit("a", [5, 6, 7], greedy(max_tokens=30, min_tokens=10, stop_token_ids=(text[0], text[3]))))
+    answers = run(held)
+    assert not {text[0], text[3]} & set(answers.tokens["a", 0][:10])
+    assert len(answers.tokens["a", 0]) >= 10
+
+
+def test_completions_of_a_seeded_prompt_differ_and_repeat(model: Decoder) -> None:
+    def go() -> dict:
+        engine = Engine(model, EngineConfig(kv="int8", num_blocks=32))
+        engine.submit(Submit("a", [5, 6, 7], greedy(n=4, temperature=1.0, seed=11, max_tokens=12)))
+        return dict(run(engine).tokens)
+
+    tokens = go()
+    assert len({tuple(t) for t in tokens.values()}) == 4
+    assert go() == tokens
+
+
+def test_what_the_model_or_the_machine_cannot_hold_is_said(model: Decoder) -> None:
+    with pytest.raises(ValueError, match="max_context = 512: the model was made for 256"):
+        Engine(model, EngineConfig(max_context=512))
+    with pytest.raises(ValueError, match="'int3' is not a KV cache type"):
+        Engine(model, EngineConfig(kv="int3"))
+    with pytest.raises(ValueError, match="holds no block"):
+        Engine(model, EngineConfig(kv_memory=1000))
+    with pytest.raises(ValueError, match="block_size = 0"):
+        EngineConfig(block_size=0)
+    with pytest.raises(ValueError, match="kv_memory"):
+        kv_budget(-1, torch.device("cpu"), 0)
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(KV))
+def test_bytes_per_token_is_what_is_allocated(model: Decoder, name: str) -> None:
+    layers = allocate(model.config, name, 3, 16, "cpu")
+    total = sum(
+        t.numel() * t.element_size() for kv in layers for t in (kv.k, kv.v, kv.k_params, kv.v_params) if t is not None
+    )
+    assert total == bytes_per_token(model.config, name) * 3 * 16
+    assert len(layers) == 2
+    assert layers[0].k.shape[:3] == (3, 2, 16)
+    assert not any(t.view(torch.uint8).any() for t in (layers[0].k, layers[1].v))
+
+
+def test_kv_memory_becomes_blocks(model: Decoder) -> None:
+    engine = Engine(model, EngineConfig(kv="int8", block_size=16, kv_memory=1 << 20))
+    per_token = 2 * 2 * 2 * (32 + 4)  # K and V, layers, heads, codes with scale and minimum
+    assert engine.info().bytes_per_token == per_token
+    assert engine.info().num_blocks == (1 << 20) // (per_token * 16)
+    small_cache = Engine(model, EngineConfig(kv="int8", block_size=16, num_blocks=2))
+    assert small_cache.info().max_context == 32
+
+
+def plan_of_three() -> Plan:
+    """A decode row whose token is known, one whose token is in flight, and a piece of a prompt."""
+    rows = []
+    for slot, (length, generated, blocks) in enumerate([(5, 3, [4, 2]), (3, 1, [7]), (9, 0, [1, 0, 3])]):
+        request = Request(str(slot), 0, list(range(10 * slot, 10 * slot + length)), greedy(), 40, frozenset(), 0)
+        request.tokens += [90 + slot] * generated
+        request.blocks, request.slot, request.admission = blocks, slot, slot + 1
+        request.num_tokens = len(request.tokens) + 1
+        rows.append(request)
+    return Plan(rows, [7, 4, 2], [1, 1, 5], 2, [0, 1])
+
+
+def test_a_plan_becomes_a_step() -> None:
+    stage = Stage(64, 16, 4, 40, 4, torch.device("cpu"))
+    for _ in range(2):  # the second time the block tables are already there
+        batch = stage.pack(plan_of_three())
+        step = batch.step
+        assert step.token_ids.tolist() == [90, -2, 22, 23, 24, 25, 26]
+        assert step.positions.tolist() == [7, 4, 2, 3, 4, 5, 6]
+        assert step.slots.tolist()[0] == 2 * 4 + 3
+        assert step.slots.tolist()[2:] == [1 * 4 + 2, 1 * 4 + 3, 0, 1, 2]
+        assert step.query_start.tolist() == [0, 1, 2, 7]
+        assert step.context_len.tolist() == [8, 5, 7]
+        assert step.block_table.tolist() == [[4, 2], [7, 0], [1, 0]]
+        assert (step.num_decode, step.max_query, step.logit_rows.tolist()) == (2, 5, [0, 1])
+        assert step.max_context >= 8
+        assert (batch.from_pool, batch.slots.tolist(), batch.draws) == (True, [0, 1], None)
+        dtypes = [t.dtype for t in (step.token_ids, step.slots, step.logit_rows, step.positions, step.query_start)]
+        assert dtypes == [torch.int64] * 3 + [torch.int32] * 2
+
+
+def test_a_padded_step_lies_at_the_same_addresses_and_its_padding_does_nothing() -> None:
+    stage = Stage(64, 16, 8, 40, 4, torch.device("cpu"))
+    full = plan_of_three()
+    addresses = set()
+    for rows in (1, 2):
+        plan = Plan(full.requests[:rows], full.starts[:rows], [1] * rows, rows, list(range(rows)))
+        batch = stage.pack(plan, rows=4, width=8)
+        step = batch.step
+        pad = 4 - rows
+        assert step.slots.tolist()[rows:] == [-1] * pad
+        assert step.context_len.tolist()[rows:] == [1] * pad
+        assert step.query_start.tolist() == [0, 1, 2, 3, 4]
+        assert step.logit_rows.tolist() == [0, 1, 2, 3]
+        assert step.block_table.shape == (4, 8)
+        assert not step.block_table[rows:].any()
+        assert (step.num_decode, step.max_query, step.max_context) == (4, 0, 32)
+        assert batch.slots.tolist() == list(range(rows))
+        tensors = (step.token_ids, step.slots, step.positions, step.query_start, step.context_len, step.block_table)
+        addresses.add(tuple(t.data_ptr() for t in tensors))
+    assert len(addresses) == 1
+
+
+def test_a_padded_decode_step_gives_the_same_logits(model: Decoder) -> None:
+    stage = Stage(64, 16, 8, 40, 16, torch.device("cpu"))
+    request = Request("a", 0, [5, 6, 7], greedy(), 40, frozenset(), 0)
+    request.blocks, request.slot, request.admission, request.num_tokens = [2], 0, 1, 4
+    with torch.inference_mode():
+        kv = allocate(model.config, "int8", 4, 16, "cpu")
+        prompt = model.forward(stage.pack(Plan([request], [0], [3], 0, [0])).step, kv)
+        request.tokens.append(int(prompt.argmax()))
+        request.num_tokens = 5
+        plan = Plan([request], [3], [1], 1, [0])
+        plain = model.forward(stage.pack(plan).step, kv).clone()
+        padded = model.forward(stage.pack(plan, rows=4, width=2).step, kv)
+    assert padded.shape == (4, 384)
+    np.testing.assert_array_equal(padded[:1].numpy(), plain.numpy())

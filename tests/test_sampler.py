@@ -134,6 +134,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     expected = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
     np.testing.assert_allclose(chosen[:3].numpy(), expected[[0, 1, 2], [3, 0, 49]], rtol=1e-5)
     assert (ids.numpy() == np.argsort(-expected, -1)[:, :5]).all()
+    assert [tuple(t.shape) for t in logprobs(x, tokens, 0)] == [(4,), (4, 0), (4, 0)]
     np.testing.assert_allclose(values.numpy(), np.sort(expected, -1)[:, ::-1][:, :5], rtol=1e-5)
 
 

@@ -714,6 +714,49 @@ def test_the_server_ends_with_its_engine(tmp_path):
         assert "error: the engine died" in errors
 
 
+@linux
+def test_a_tiny_model_end_to_end(tmp_path):
+    """`serve` on a checkpoint: its tokens and log probabilities against transformers."""
+    torch = pytest.importorskip("torch")
+    from tiny import make_tiny
+
+    model = make_tiny(tmp_path, "llama", eos_token_id=None, vocab_size=259)
+    prompts = [[5 + i, 40, 70 + 3 * i, 100] * (i + 1) for i in range(6)]
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(out).logits[0].float(), -1)
+        tokens = out[0, len(prompt):].tolist()
+        wanted.append((tokens, [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)]))
+    script = ("import sys; from nybble.serve.launch import serve; serve(sys.argv[1], port=0, model_name='tiny', "
+              "engine={'device': 'cpu', 'kv': 'fp32', 'num_blocks': 64, 'block_size': 16}, "
+              "progress=lambda text: print(text, flush=True))")
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], text=True, stdout=subprocess.PIPE) as process:
+        try:
+            url = next(found[0] for line in process.stdout if (found := re.search(r"http://127.0.0.1:\d+", line)))
+
+            async def everyone():
+                async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+                    return await asyncio.gather(*(client.completions.create(
+                        model="tiny", prompt=prompt, max_tokens=12, temperature=0, logprobs=0, extra_body={"ignore_eos": True},
+                    ) for prompt in prompts))
+
+            tokenizer = load_tokenizer(tmp_path)
+            for answer, (tokens, logprobs) in zip(asyncio.run(everyone()), wanted):
+                assert answer.choices[0].text == tokenizer.decode(tokens)
+                assert answer.choices[0].logprobs.token_logprobs == pytest.approx(logprobs, abs=2e-3)
+            turn = [{"role": "user", "content": "hi"}]
+            chat_answer = openai.OpenAI(base_url=url + "/v1", api_key="unused").chat.completions.create(
+                model="tiny", messages=turn, max_tokens=5, temperature=0, extra_body={"ignore_eos": True})
+            assert chat_answer.usage.completion_tokens == 5
+            assert chat_answer.usage.prompt_tokens == 3 + len("user\nhi\n" + "assistant\n")
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+
+
 def test_reasons_not_to_start(tmp_path):
     with launched(tmp_path, "scripted_engine:broken") as (process, url):
         assert url is None

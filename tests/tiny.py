@@ -58,8 +58,10 @@ def make_tiny(path: Path, name: str = "llama", dtype: torch.dtype = torch.float3
                 parameter.normal_(0.0, 0.3, generator=generator)
             else:
                 parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5, generator=generator)
-    model = model.to(dtype).eval()
-    model.save_pretrained(path)
+    for parameter in model.parameters():  # not model.to, which would round the rotary frequencies as well
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    model.eval().save_pretrained(path)
     save_tokenizer(path)
     return model
 

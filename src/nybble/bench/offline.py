@@ -63,8 +63,16 @@ def run(
 
     target = pick_device(device)
     kv_name = None if kv == "auto" else kv
-    config = EngineConfig(kv=kv_name, max_batch=concurrency, max_context=2048, seed=0, prefix_caching=False,
-                          model_name=model, scheme=scheme, **engine_options)
+    config = EngineConfig(
+        kv=kv_name,
+        max_batch=concurrency,
+        max_context=2048,
+        seed=0,
+        prefix_caching=False,
+        model_name=model,
+        scheme=scheme,
+        **engine_options,
+    )
     if loaded is not None:
         engine = Engine(loaded, config)
     elif dummy:
@@ -103,12 +111,20 @@ def run(
     seconds = time.perf_counter() - start
     assert generated == sum(outputs), (generated, sum(outputs))
     record = {
-        "bench": "offline", "model": model, "scheme": scheme, "kv": engine.info().kv, "concurrency": concurrency,
-        "requests": requests, "in_tok": sum(inputs), "out_tok": generated, "out_tok_s": round(generated / seconds, 1),
-        "decode_ms_step": round(median(steps) * 1e3, 3) if steps else None, "wall_s": round(seconds, 2),
+        "bench": "offline",
+        "model": model,
+        "scheme": scheme,
+        "kv": engine.info().kv,
+        "concurrency": concurrency,
+        "requests": requests,
+        "in_tok": sum(inputs),
+        "out_tok": generated,
+        "out_tok_s": round(generated / seconds, 1),
+        "decode_ms_step": round(median(steps) * 1e3, 3) if steps else None,
+        "wall_s": round(seconds, 2),
         "device": describe(target),
         "command": f"nybble bench offline {model} {'--dummy ' if dummy else ''}--scheme {scheme} --kv {kv} "
-                   f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean}",
+        f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean}",
     }
     if results is not None:
         with results.open("a") as file:

@@ -52,6 +52,7 @@ class Engine:
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
         self._answers: list[Delta | Refused] = []  # of submit and abort, for the next step to return
         self._in_flight: tuple[Plan, Callable[[], Sampled]] | None = None
+        self._lost: Exception | None = None  # the device will never work again in this process
         self._steps = self._prompt_tokens = self._generated_tokens = self._seeded = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -121,7 +122,10 @@ class Engine:
         return list(self._live)
 
     def step(self) -> list[Delta | Refused]:
-        """Run one step and return what became known. An error fails the requests of its step, never the engine."""
+        """Run one step and return what became known. An error fails the requests of its step, never the engine; only after
+        one that leaves the device unusable, and has been answered, does the next step raise RuntimeError."""
+        if self._lost is not None:
+            raise RuntimeError(f"the device is lost until the process is started anew: {self._lost}") from self._lost
         answers, self._answers = self._answers, []
         launched = self._launch(answers)
         if self.runner.overlap:
@@ -178,6 +182,8 @@ class Engine:
 
     def _fail(self, plan: Plan, error: Exception, answers: list[Delta | Refused]) -> None:
         """A step did not run: its requests fail, and with them what it may not have computed leaves the prefix cache."""
+        if type(error).__name__ == "AcceleratorError":  # torch's, which this file does not import: CUDA stays broken
+            self._lost = error
         for request in dict.fromkeys(plan.requests):
             if request.finish_reason is None:
                 self._end(request, "error")

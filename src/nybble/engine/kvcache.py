@@ -66,15 +66,11 @@ def allocate(
     num_blocks: int,
     block_size: int,
     device: torch.device | str,
-    dtype: torch.dtype | None = None,
     scales: Sequence[tuple[float, float] | None] | None = None,
 ) -> list[LayerKV]:
-    """One zeroed `LayerKV` per layer. `dtype` replaces what a 16-bit or 32-bit type stores (a CPU computes in float32, and
-    its "bf16" cache may as well be one); integers and fp8 ignore it. `scales`: per layer (k_scale, v_scale), fp8 only."""
+    """One zeroed `LayerKV` per layer. `scales`: per layer (k_scale, v_scale), fp8 only. Raises as `bytes_per_token`."""
     check_name(kv_name, config)
-    store = dtype if kv_name in FLOATS and dtype is not None else FLOATS.get(kv_name)
-    if store is None:
-        store = FLOAT8.get(KV[kv_name].num.name, torch.uint8)
+    store = FLOATS.get(kv_name) or FLOAT8.get(KV[kv_name].num.name, torch.uint8)
     width = config.head_dim // 2 if kv_name == "int4" else config.head_dim
     shape = (num_blocks, config.num_kv_heads, block_size)
 

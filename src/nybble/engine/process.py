@@ -30,7 +30,9 @@ def load(config: ProcessConfig) -> Engine:
     """The default factory: the checkpoint's model on the device."""
     from nybble.engine.load import open_engine
 
-    return open_engine(config.model, config.device, config.engine)
+    engine = open_engine(config.model, config.device, config.engine)
+    log.info("%s on %s: %s", engine.config.model_name, config.device, engine.runner.memory)
+    return engine
 
 
 class Connections:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nybble.formats.spec import Spec
+from nybble.formats.spec import Spec, Tile
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class QTensor:
         return bits / (n * k)
 
 
-def expand(scale: Tensor, shape: tuple[int, int], order: Tensor | None = None) -> Tensor:
-    """Repeat per-tile values to one per weight. [S_n, S_k] -> [N, K]."""
+def expand(scale: Tensor, shape: tuple[int, int], order: Tensor | None = None, tile: Tile = (None, None)) -> Tensor:
+    """Repeat per-tile values to one per weight. [S_n, S_k] -> [N, K]. `tile` is needed where the last tile is a part."""
     n, k = shape
-    rows = scale.repeat_interleave(-(-n // scale.shape[0]), 0)[:n] if scale.shape[0] != n else scale
+    rows = scale.repeat_interleave(tile[0] or -(-n // scale.shape[0]), 0)[:n] if scale.shape[0] != n else scale
     if order is not None:
         return rows[:, order]
-    return rows.repeat_interleave(-(-k // scale.shape[1]), 1)[:, :k] if scale.shape[1] != k else rows
+    return rows.repeat_interleave(tile[1] or -(-k // scale.shape[1]), 1)[:, :k] if scale.shape[1] != k else rows
 
 
 def inner_codes(q: QTensor) -> Tensor:
     """The int8 operand of the dot product where scales live on a coarser grid. int8 [N, K]."""
     assert q.over is not None
-    grid = torch.round(q.codes.float() * expand(q.scale, q.shape, q.order))
+    grid = torch.round(q.codes.float() * expand(q.scale, q.shape, q.order, q.spec.tile))
     return grid.clamp_(-128, 127).to(torch.int8)
 
 
@@ -76,8 +76,8 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return (inner_codes(q).to(wide) * q.over.to(wide)).to(dtype)
     values = q.codes.to(wide)
     if q.zero is not None:
-        values = values - expand(q.zero, q.shape, q.order).to(wide)
-    return (values * expand(q.scale, q.shape, q.order).to(wide)).to(dtype)
+        values = values - expand(q.zero, q.shape, q.order, q.spec.tile).to(wide)
+    return (values * expand(q.scale, q.shape, q.order, q.spec.tile).to(wide)).to(dtype)
 
 
 def join(parts: Sequence[QTensor]) -> QTensor:
@@ -103,7 +103,7 @@ def join(parts: Sequence[QTensor]) -> QTensor:
 def _per_row(q: QTensor) -> QTensor:
     """Repeat tiles that span rows to one scale per row, so that tensors with different scales can be stacked exactly."""
     n, _ = q.shape
-    rows = lambda s: None if s is None else (s.repeat_interleave(-(-n // s.shape[0]), 0)[:n])  # noqa: E731
+    rows = lambda s: None if s is None else (s.repeat_interleave(q.spec.tile[0] or n, 0)[:n])  # noqa: E731
     return replace(q, spec=replace(q.spec, tile=(1, q.spec.tile[1])), scale=rows(q.scale), zero=rows(q.zero))
 
 

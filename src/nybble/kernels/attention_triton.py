@@ -24,58 +24,118 @@ from nybble.kernels.types import LayerKV, Step
 
 LOG2_E = 1.4426950408889634
 _FLOOR = tl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that differences of two of them are 0 and not NaN
+_ROUND = tl.constexpr(12582912.0)  # adding and subtracting 1.5 * 2^23 rounds to the nearest integer
 _CHAIN = tl.constexpr(8)  # splits summed one after the other; more than that are summed as chains
 
-# ---- codes to fp16, exactly ---------------------------------------------------------------------------------------
+# ---- stored numbers to numbers that multiply --------------------------------------------------------------------------
 
 
 @triton.jit
-def _half_codes(raw, KIND: tl.constexpr, ASM: tl.constexpr):
-    """What one stored element means, before scale and minimum: fp16 for 8-bit kinds (fp8 e4m3 as value / 256, since its
-    exponent is only shifted into place), the value itself for 16- and 32-bit kinds."""
-    if KIND == "int8":
-        if ASM:  # a byte under the exponent of 1024 is 1024 + code
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 m; mov.b32 m, 0x64646464; prmt.b32 $0, $2, m, 0x4140; prmt.b32 $1, $2, m, 0x4342;"
-                " mov.b32 m, 0x64006400; sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }",
-                "=&r,=&r,r", [raw], dtype=tl.float16, is_pure=True, pack=4)
+def _units(raw, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Sixteen stored bits to fp16 codes, exactly, for the tensor cores: four tensors like `raw` (of which 16- and 32-bit kinds
+    use one, 8-bit kinds two). int8: channels 2j, 2j + 1. int4: 2j, 2j + 1, D/2 + 2j, D/2 + 2j + 1. Two neighbouring channels
+    in one load is what lets V be transposed on the way to the registers (ldmatrix moves 16 bits). An fp8 e4m3 comes as
+    value / 256: its exponent is only shifted into place. Integers pass through 0x6400 | n, the fp16 1024 + n."""
+    if KIND == "copy":
+        return raw, raw, raw, raw
+    elif KIND == "int8":
+        if ASM:
+            even, odd = tl.inline_asm_elementwise(
+                "{ .reg .b32 m; mov.b32 m, 0x64006400; and.b32 $0, $2, 0x00ff00ff; or.b32 $0, $0, m;"
+                " prmt.b32 $1, $2, m, 0x7371; sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }",
+                "=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
         else:
-            return raw.to(tl.float16)
+            even, odd = (raw & 0xFF).to(tl.float16), ((raw >> 8) & 0xFF).to(tl.float16)
+        return even, odd, even, odd
+    elif KIND == "int4":
+        if ASM:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 m, t, f; mov.b32 m, 0x64006400; mov.b32 f, 0x2c002c00; shr.u32 t, $4, 8;"
+                " and.b32 $0, $4, 0x000f000f; or.b32 $0, $0, m; sub.rn.f16x2 $0, $0, m;"
+                " and.b32 $1, t, 0x000f000f; or.b32 $1, $1, m; sub.rn.f16x2 $1, $1, m; mov.b32 m, 0xd400d400;"
+                " and.b32 $2, $4, 0x00f000f0; or.b32 $2, $2, 0x64006400; fma.rn.f16x2 $2, $2, f, m;"
+                " and.b32 $3, t, 0x00f000f0; or.b32 $3, $3, 0x64006400; fma.rn.f16x2 $3, $3, f, m; }",
+                "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+        else:
+            return ((raw & 15).to(tl.float16), ((raw >> 8) & 15).to(tl.float16),
+                    ((raw >> 4) & 15).to(tl.float16), ((raw >> 12) & 15).to(tl.float16))
     elif KIND == "fp8":
         if ASM:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 s, m; prmt.b32 s, $2, 0, 0x1404; shr.b32 m, s, 1; and.b32 m, m, 0x3f803f80;"
-                " and.b32 s, s, 0x80008000; or.b32 $0, s, m;"
-                " prmt.b32 s, $2, 0, 0x3424; shr.b32 m, s, 1; and.b32 m, m, 0x3f803f80;"
-                " and.b32 s, s, 0x80008000; or.b32 $1, s, m; }",
-                "=&r,=&r,r", [raw], dtype=tl.float16, is_pure=True, pack=4)
+            even, odd = tl.inline_asm_elementwise(
+                "{ .reg .b32 e, s; shl.b32 e, $2, 8; and.b32 s, e, 0x80008000; shr.u32 e, e, 1; and.b32 e, e, 0x3f803f80;"
+                " or.b32 $0, e, s; and.b32 s, $2, 0x80008000; shr.u32 e, $2, 1; and.b32 e, e, 0x3f803f80; or.b32 $1, e, s; }",
+                "=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
         else:
-            wide = raw.to(tl.uint16)
-            return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    elif KIND == "fp8_e5m2":
-        if ASM:
-            return tl.inline_asm_elementwise("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;", "=&r,=&r,r",
-                                             [raw], dtype=tl.float16, is_pure=True, pack=4)
-        else:
-            return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+            even, odd = raw << 8, raw & -256
+            even = ((even & -32768) | ((even >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
+            odd = ((odd & -32768) | ((odd >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
+        return even, odd, even, odd
     else:
-        return raw
+        if ASM:
+            even, odd = tl.inline_asm_elementwise(
+                "{ shl.b32 $0, $2, 8; and.b32 $0, $0, 0xff00ff00; and.b32 $1, $2, 0xff00ff00; }",
+                "=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        else:
+            even, odd = (raw << 8).to(tl.float16, bitcast=True), (raw & -256).to(tl.float16, bitcast=True)
+        return even, odd, even, odd
 
 
 @triton.jit
-def _half_nibbles(raw, ASM: tl.constexpr):
-    """(low, high) nibbles of packed bytes as fp16."""
-    if ASM:  # low: 1024 + n. high: 1024 + 16 n, then one multiply-add
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, m, one, sixteenth, back; mov.b32 m, 0x64646464; mov.b32 one, 0x64006400;"
-            " mov.b32 sixteenth, 0x2c002c00; mov.b32 back, 0xd400d400;"
-            " prmt.b32 a, $4, m, 0x4140; prmt.b32 b, $4, m, 0x4342;"
-            " and.b32 $0, a, 0xff0fff0f; and.b32 $1, b, 0xff0fff0f; sub.rn.f16x2 $0, $0, one; sub.rn.f16x2 $1, $1, one;"
-            " and.b32 a, a, 0xfff0fff0; and.b32 b, b, 0xfff0fff0;"
-            " fma.rn.f16x2 $2, a, sixteenth, back; fma.rn.f16x2 $3, b, sixteenth, back; }",
-            "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
+def _wide_codes(raw, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Stored bytes to fp32 for vector arithmetic: (low, high), high for int4 only. With ASM an integer n comes as 1024 + n
+    and a high nibble as 1024 + 16 n; whoever sums them takes the offset out once (`_OFFSET`)."""
+    if KIND == "int8":
+        if ASM:
+            x = tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b; .reg .b16 c, d, e, f; prmt.b32 a, $4, 0x64646464, 0x4140;"
+                " prmt.b32 b, $4, 0x64646464, 0x4342; mov.b32 {c, d}, a; mov.b32 {e, f}, b; cvt.f32.f16 $0, c;"
+                " cvt.f32.f16 $1, d; cvt.f32.f16 $2, e; cvt.f32.f16 $3, f; }",
+                "=f,=f,=f,=f,r", [raw], dtype=tl.float32, is_pure=True, pack=4)
+        else:
+            x = raw.to(tl.float32)
+        return x, x
+    elif KIND == "int4":
+        if ASM:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 a, t; .reg .b16 c, d; shr.u32 t, $8, 8;"
+                " and.b32 a, $8, 0xf000f; or.b32 a, a, 0x64006400; mov.b32 {c, d}, a; cvt.f32.f16 $0, c; cvt.f32.f16 $2, d;"
+                " and.b32 a, t, 0xf000f; or.b32 a, a, 0x64006400; mov.b32 {c, d}, a; cvt.f32.f16 $1, c; cvt.f32.f16 $3, d;"
+                " and.b32 a, $8, 0xf000f0; or.b32 a, a, 0x64006400; mov.b32 {c, d}, a; cvt.f32.f16 $4, c; cvt.f32.f16 $6, d;"
+                " and.b32 a, t, 0xf000f0; or.b32 a, a, 0x64006400; mov.b32 {c, d}, a; cvt.f32.f16 $5, c; cvt.f32.f16 $7, d; }",
+                "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r", [raw], dtype=(tl.float32, tl.float32), is_pure=True, pack=4)
+        else:
+            return (raw & 15).to(tl.float32), (raw >> 4).to(tl.float32)
     else:
-        return (raw & 15).to(tl.float16), (raw >> 4).to(tl.float16)
+        x = raw.to(tl.float32)
+        return x, x
+
+
+@triton.jit
+def _byte_dot(raw, high, low):
+    """Codes times 16-bit integer queries (high * 256 + low, both int8), four channels at a time: int32, exact. Three of four
+    results are the constant 0, which the sum over channels folds away."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .s32 t; dp4a.u32.s32 t, $4, $5, 0; shl.b32 t, t, 8; dp4a.u32.s32 $0, $4, $6, t;"
+        " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }",
+        "=r,=r,=r,=r,r,r,r", [raw, high, low], dtype=tl.int32, is_pure=True, pack=4)
+
+
+@triton.jit
+def _nibble_dot(raw, high, low, high_of_high, low_of_high):
+    """`_byte_dot` of packed int4: low nibbles with the first pair, high nibbles with the second."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .s32 t; .reg .b32 a, b; and.b32 a, $4, 0x0f0f0f0f; shr.u32 b, $4, 4; and.b32 b, b, 0x0f0f0f0f;"
+        " dp4a.u32.s32 t, a, $5, 0; dp4a.u32.s32 t, b, $7, t; shl.b32 t, t, 8; dp4a.u32.s32 t, a, $6, t;"
+        " dp4a.u32.s32 $0, b, $8, t; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }",
+        "=r,=r,=r,=r,r,r,r,r,r", [raw, high, low, high_of_high, low_of_high], dtype=tl.int32, is_pure=True, pack=4)
+
+
+@triton.jit
+def _integer_query(q, factor):
+    """q * factor rounded to 16 bits and split in two int8: (high, low) with high * 256 + low; its sum is exact too."""
+    whole = ((q * factor + _ROUND) - _ROUND).to(tl.int32)
+    high = (whole + 128) >> 8
+    return high.to(tl.int8), (whole - high * 256).to(tl.int8), tl.sum(whole, 0)
 
 
 @triton.jit
@@ -88,13 +148,12 @@ def _scale_min(params):
 
 @triton.jit
 def _power_of_two(x):
-    """(2^e, 2^-e) with 2^e <= x < 2^(e + 1), for a normal x; (0, 2^127) for 0."""
+    """(2^e, 2^-e) with 2^e <= x < 2^(e + 1), for a normal x > 0."""
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
 
 
 # ---- decode, one query per KV head: vector arithmetic ---------------------------------------------------------------
-
 
 _SIZES = ["table_width", "window", "num_splits", "stride", "first_row"]  # a new value must not mean a new compilation
 
@@ -104,12 +163,16 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
                    table_width, window, num_splits, stride, q_scale, v_scale,
                    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
                    BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr,
-                   TILE: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr):
+                   TILE: tl.constexpr, SLOTS: tl.constexpr, DIRECT: tl.constexpr):
     """One program: a (row, KV head) and every stride-th split of its positions; GROUP is 1. DIRECT (stride 1) writes the
-    result, else each split leaves its sums for `_combine`. A tile is [SLOTS, TILE // SLOTS, channels]: the middle axis lies in a
-    thread's registers, and each of the SLOTS keeps its own running maximum, so the loop needs no exchange between warps."""
+    result, else each split leaves its sums for `_combine`. A tile is [SLOTS, TILE // SLOTS, channels]: the middle axis lies in
+    a thread's registers and each slot keeps its own running maximum, so warps exchange nothing until a split ends. Positions
+    past the end are clamped, not masked: they repeat a row that is there and get weight 0."""
     INTEGER: tl.constexpr = KIND == "int8" or KIND == "int4"
     INT4: tl.constexpr = KIND == "int4"
+    BYTE_DOT: tl.constexpr = ASM and INTEGER
+    OFFSET: tl.constexpr = 1024.0 if ASM else 0.0
+    NIBBLE: tl.constexpr = 1.0 / 16 if ASM else 1.0
     head = tl.program_id(0)
     row = tl.program_id(1)
     context = tl.load(context_ptr + row)
@@ -118,11 +181,21 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
     in_width = channel < WIDTH
     q_base = q_ptr + (row * HEADS + head).to(tl.int64) * DIM
     q = tl.load(q_base + channel, mask=in_width, other=0.0).to(tl.float32) * q_scale
-    q_sum = tl.sum(q, 0)
     q_high = q
     if INT4:
         q_high = tl.load(q_base + WIDTH + channel, mask=in_width, other=0.0).to(tl.float32) * q_scale
-        q_sum += tl.sum(q_high, 0)
+    if BYTE_DOT:
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(q), tl.abs(q_high)), 0), 1e-30)
+        q_step = largest / 32512.0
+        a, b, whole_sum = _integer_query(q, 1.0 / q_step)
+        if INT4:
+            a_high, b_high, high_sum = _integer_query(q_high, 1.0 / q_step)
+            whole_sum += high_sum
+        q_sum = whole_sum.to(tl.float32) * q_step
+    else:
+        q_sum = tl.sum(q, 0)
+        if INT4:
+            q_sum += tl.sum(q_high, 0)
     tile = tl.arange(0, SLOTS)[:, None] + tl.arange(0, TILE // SLOTS)[None, :] * SLOTS
     table = table_ptr + row.to(tl.int64) * table_width
     best, total = _FLOOR, 0.0
@@ -134,25 +207,39 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
         m = tl.full((SLOTS,), _FLOOR, tl.float32)
         weight = tl.zeros((SLOTS,), tl.float32)
         bias = tl.zeros((SLOTS,), tl.float32)
+        steps = tl.zeros((SLOTS,), tl.float32)
         acc = tl.zeros((SLOTS, LANES), tl.float32)
         acc_high = tl.zeros((SLOTS, LANES), tl.float32)
-        for first in tl.range(start, stop, TILE, num_stages=STAGES):
-            position = first + tile
-            kept = (position >= seen) & (position < stop)
-            block = tl.load(table + position // BLOCK_SIZE, mask=kept, other=0).to(tl.int64)
+        position = tl.minimum(tl.maximum(start + tile, seen), stop - 1)
+        block = tl.load(table + position // BLOCK_SIZE)
+        for first in tl.range(start, stop, TILE):
+            kept = (first + tile >= seen) & (first + tile < stop)
             token = (block * HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-            offset = token[:, :, None] * WIDTH + channel[None, None, :]
-            loaded = kept[:, :, None] & in_width[None, None, :]
-            k_raw = tl.load(k_ptr + offset, mask=loaded, other=0)
+            offset = token.to(tl.int64)[:, :, None] * WIDTH + channel[None, None, :]
             if INTEGER:
-                k_params = tl.load(k_params_ptr + token, mask=kept, other=0)
-                v_params = tl.load(v_params_ptr + token, mask=kept, other=0)
-            v_raw = tl.load(v_ptr + offset, mask=loaded, other=0)
-            if INT4:
-                k, k_high = _half_nibbles(k_raw, ASM)
-                score = tl.sum(q[None, None, :] * k.to(tl.float32) + q_high[None, None, :] * k_high.to(tl.float32), 2)
+                k_params = tl.load(k_params_ptr + token)
+                v_params = tl.load(v_params_ptr + token)
+            if LANES == WIDTH:
+                k_raw = tl.load(k_ptr + offset)
+                v_raw = tl.load(v_ptr + offset)
             else:
-                score = tl.sum(q[None, None, :] * _half_codes(k_raw, KIND, ASM).to(tl.float32), 2)
+                k_raw = tl.load(k_ptr + offset, mask=in_width[None, None, :], other=0)
+                v_raw = tl.load(v_ptr + offset, mask=in_width[None, None, :], other=0)
+            position = tl.minimum(tl.maximum(first + TILE + tile, seen), stop - 1)
+            block = tl.load(table + position // BLOCK_SIZE)  # for the next tile, while this one is on its way
+            if BYTE_DOT:
+                if INT4:
+                    dots = _nibble_dot(k_raw, a[None, None, :], b[None, None, :], a_high[None, None, :],
+                                       b_high[None, None, :])
+                else:
+                    dots = _byte_dot(k_raw, a[None, None, :], b[None, None, :])
+                score = tl.sum(dots, 2).to(tl.float32) * q_step
+            else:
+                k, k_high = _wide_codes(k_raw, KIND, False)
+                score = q[None, None, :] * k
+                if INT4:
+                    score += q_high[None, None, :] * k_high
+                score = tl.sum(score, 2)
             if INTEGER:
                 k_scale, k_min = _scale_min(k_params)
                 score = score * k_scale + k_min * q_sum
@@ -165,21 +252,23 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
                 v_factor, v_min = _scale_min(v_params)
                 bias = bias * fade + tl.sum(p * v_min, 1)
                 p = p * v_factor
+                steps = steps * fade + tl.sum(p, 1)
+            v, v_high = _wide_codes(v_raw, KIND, ASM)
+            acc = acc * fade[:, None] + tl.sum(p[:, :, None] * v, 1)
             if INT4:
-                v, v_high = _half_nibbles(v_raw, ASM)
-                acc_high = acc_high * fade[:, None] + tl.sum(p[:, :, None] * v_high.to(tl.float32), 1)
-            else:
-                v = _half_codes(v_raw, KIND, ASM)
-            acc = acc * fade[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
+                acc_high = acc_high * fade[:, None] + tl.sum(p[:, :, None] * v_high, 1)
             m = m_next
         top = tl.ceil(tl.max(m, 0))
         share = tl.exp2(m - top)
         split_weight = tl.sum(weight * share, 0)
-        split_bias = tl.sum(bias * share, 0)
-        split_out = tl.sum(acc * share[:, None], 0) + split_bias
+        split_out = tl.sum(acc * share[:, None], 0)
         split_high = split_out
-        if INT4:
-            split_high = tl.sum(acc_high * share[:, None], 0) + split_bias
+        if INTEGER:
+            split_bias = tl.sum(bias * share, 0)
+            split_steps = tl.sum(steps * share, 0) * OFFSET
+            split_out += split_bias - split_steps
+            if INT4:
+                split_high = tl.sum(acc_high * share[:, None], 0) * NIBBLE + (split_bias - split_steps * NIBBLE)
         if DIRECT:
             common = tl.maximum(best, top)
             old, new = tl.exp2(best - common), tl.exp2(top - common)
@@ -188,7 +277,7 @@ def _decode_vector(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, c
             out_high = out_high * old + split_high * new
             best = common
         else:
-            index = ((row * HEADS + head) * num_splits + split).to(tl.int64)
+            index = (row * HEADS + head).to(tl.int64) * num_splits + split
             tl.store(part_ptr + index * DIM + channel, split_out, mask=in_width)
             if INT4:
                 tl.store(part_ptr + index * DIM + WIDTH + channel, split_high, mask=in_width)
@@ -247,104 +336,132 @@ def _combine(part_ptr, stat_ptr, context_ptr, out_ptr, window, num_splits, v_sca
 
 
 @triton.jit
-def _queries(q_ptr, base, kept, k_ptr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr):
-    """M query rows at offsets `base` in the type of the dot: (q, q_high, what each was divided by [M], sum over channels [M]).
-    fp16 queries are divided by a power of two first, so that a bf16 outlier cannot overflow. q_high is int4's upper half."""
-    channel = tl.arange(0, LANES)
-    loaded = kept[:, None] & (channel < WIDTH)[None, :]
-    dtype = k_ptr.dtype.element_ty if KIND == "copy" else tl.float16
-    q = tl.load(q_ptr + base[:, None] + channel[None, :], mask=loaded, other=0.0).to(tl.float32)
-    high = q
-    if KIND == "int4":
-        high = tl.load(q_ptr + base[:, None] + WIDTH + channel[None, :], mask=loaded, other=0.0).to(tl.float32)
-    if dtype == tl.float16:
-        factor, inverse = _power_of_two(tl.max(tl.maximum(tl.abs(q), tl.abs(high)), 1))
-        q = q * inverse[:, None]
-        high = high * inverse[:, None]
-    else:
-        factor = tl.sum(q * 0.0, 1) + 1.0
-    q = q.to(dtype)
-    high = high.to(dtype)
-    q_sum = tl.sum(q.to(tl.float32), 1)
-    if KIND == "int4":
-        q_sum += tl.sum(high.to(tl.float32), 1)
-    return q, high, factor, q_sum
+def _part(q_ptr, base, kept, PART: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
+          KIND: tl.constexpr):
+    """The channels of M query rows that meet the PART-th tensor of `_units`. fp32 [M, LANES]."""
+    unit = tl.arange(0, LANES)
+    channel = unit if KIND == "copy" else 2 * unit + PART % 2 + PART // 2 * (DIM // 2)
+    return tl.load(q_ptr + base[:, None] + channel[None, :], mask=kept[:, None] & (unit < UNITS)[None, :], other=0.0
+                   ).to(tl.float32)
 
 
 @triton.jit
-def _tiles(q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, stop, seen, end,
+def _queries(q_ptr, base, kept, k_ptr, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr):
+    """M query rows at offsets `base` in the type of the dot: (four parts as `_units` has, what each row was divided by [M], sum
+    over channels [M]). fp16 rows are divided by a power of two first, so that a bf16 outlier cannot overflow."""
+    dtype = k_ptr.dtype.element_ty if KIND == "copy" else tl.float16
+    q0 = _part(q_ptr, base, kept, 0, DIM, UNITS, LANES, KIND)
+    q1 = _part(q_ptr, base, kept, 1, DIM, UNITS, LANES, KIND) if KIND != "copy" else q0
+    q2 = _part(q_ptr, base, kept, 2, DIM, UNITS, LANES, KIND) if KIND == "int4" else q0
+    q3 = _part(q_ptr, base, kept, 3, DIM, UNITS, LANES, KIND) if KIND == "int4" else q1
+    largest = tl.max(tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3))), 1)
+    if dtype == tl.float16:
+        factor, inverse = _power_of_two(tl.maximum(largest, 1e-30))
+    else:
+        factor, inverse = tl.zeros_like(largest) + 1.0, tl.zeros_like(largest) + 1.0
+    q0 = (q0 * inverse[:, None]).to(dtype)
+    q1 = (q1 * inverse[:, None]).to(dtype)
+    q2 = (q2 * inverse[:, None]).to(dtype)
+    q3 = (q3 * inverse[:, None]).to(dtype)
+    q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32), 1)
+    if KIND == "int4":
+        q_sum += tl.sum(q2.to(tl.float32) + q3.to(tl.float32), 1)
+    return q0, q1, q2, q3, factor, q_sum
+
+
+@triton.jit
+def _store_parts(ptr, base, kept, a0, a1, a2, a3, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
+                 KIND: tl.constexpr):
+    """Put the parts of M rows back in channel order, at offsets `base`, in the pointer's type."""
+    dtype = ptr.dtype.element_ty
+    if KIND == "copy":
+        unit = tl.arange(0, LANES)
+        tl.store(ptr + base[:, None] + unit[None, :], a0.to(dtype), mask=kept[:, None] & (unit < UNITS)[None, :])
+    else:
+        channel = tl.arange(0, 2 * LANES)
+        target = ptr + base[:, None] + channel[None, :]
+        kept = kept[:, None] & (channel < 2 * UNITS)[None, :]
+        tl.store(target, tl.interleave(a0, a1).to(dtype), mask=kept)
+        if KIND == "int4":
+            tl.store(target + DIM // 2, tl.interleave(a2, a3).to(dtype), mask=kept)
+
+
+@triton.jit
+def _tiles(q0, q1, q2, q3, q_factor, q_sum, last_seen, m, weight, bias, a0, a1, a2, a3, start, stop, seen, end,
            k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
-           KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+           KV_HEADS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
            KIND: tl.constexpr, ASM: tl.constexpr, P_FACTOR: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
            STAGES: tl.constexpr):
-    """Online softmax of M query rows over the tiles of [start, stop). Positions outside [seen, end) are never loaded; row i
-    sees positions in (last_seen[i] - window, last_seen[i]]. MASKED False promises that all of that is true of every tile."""
+    """Online softmax of M query rows over the tiles of [start, stop). Positions are clamped to [seen, end), so what is loaded
+    is there; row i sees (last_seen[i] - window, last_seen[i]]. MASKED False promises that every row sees every position."""
     INTEGER: tl.constexpr = KIND == "int8" or KIND == "int4"
-    INT4: tl.constexpr = KIND == "int4"
-    channel = tl.arange(0, LANES)
-    in_width = channel < WIDTH
+    PARTS: tl.constexpr = 1 if KIND == "copy" else (4 if KIND == "int4" else 2)
+    unit = tl.arange(0, LANES)
+    # A tile inside one block needs one table entry, else one for each position; read one tile ahead.
     column = tl.arange(0, TILE)
+    SCALAR: tl.constexpr = BLOCK_SIZE % TILE == 0
+    if SCALAR:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < stop, other=0)
+    else:
+        block = tl.load(table + tl.minimum(tl.maximum(start + column, seen), end - 1) // BLOCK_SIZE, mask=start < stop, other=0)
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
         position = first + column
-        kept = (position >= seen) & (position < end)
         if MASKED:
-            block = tl.load(table + position // BLOCK_SIZE, mask=kept, other=0).to(tl.int64)
+            position = tl.minimum(tl.maximum(position, seen), end - 1)
+        if SCALAR:
+            token = (block * KV_HEADS + head) * BLOCK_SIZE + first % BLOCK_SIZE + (position - first)
+            block = tl.load(table + tl.minimum(first + TILE, end - 1) // BLOCK_SIZE)
         else:
-            block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-        token = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-        offset = token[:, None] * WIDTH + channel[None, :]
-        if MASKED:
-            loaded = kept[:, None] & in_width[None, :]
-            k_raw = tl.load(k_ptr + offset, mask=loaded, other=0)
-            v_raw = tl.load(v_ptr + offset, mask=loaded, other=0)
-        elif LANES != WIDTH:
-            k_raw = tl.load(k_ptr + offset, mask=in_width[None, :], other=0)
-            v_raw = tl.load(v_ptr + offset, mask=in_width[None, :], other=0)
-        else:
+            token = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+            block = tl.load(table + tl.minimum(tl.maximum(first + TILE + column, seen), end - 1) // BLOCK_SIZE)
+        offset = token.to(tl.int64)[:, None] * UNITS + unit[None, :]
+        if LANES == UNITS:
             k_raw = tl.load(k_ptr + offset)
             v_raw = tl.load(v_ptr + offset)
-        if INTEGER and MASKED:
-            k_params = tl.load(k_params_ptr + token, mask=kept, other=0)
-            v_params = tl.load(v_params_ptr + token, mask=kept, other=0)
-        elif INTEGER:
+        else:
+            k_raw = tl.load(k_ptr + offset, mask=(unit < UNITS)[None, :], other=0)
+            v_raw = tl.load(v_ptr + offset, mask=(unit < UNITS)[None, :], other=0)
+        if INTEGER:
             k_params = tl.load(k_params_ptr + token)
             v_params = tl.load(v_params_ptr + token)
-        if INT4:
-            k, k_high = _half_nibbles(k_raw, ASM)
-            score = tl.dot(q, tl.trans(k))
-            score = tl.dot(q_high, tl.trans(k_high), score)
-        else:
-            score = tl.dot(q, tl.trans(_half_codes(k_raw, KIND, ASM)), input_precision="ieee")
+        k0, k1, k2, k3 = _units(k_raw, KIND, ASM)
+        score = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        if PARTS > 1:
+            score = tl.dot(q1, tl.trans(k1), score)
+        if PARTS > 2:
+            score = tl.dot(q2, tl.trans(k2), score)
+            score = tl.dot(q3, tl.trans(k3), score)
         if INTEGER:
             k_scale, k_min = _scale_min(k_params)
             score = score * k_scale[None, :] + q_sum[:, None] * k_min[None, :]
-        score = score * q_factor[:, None]
         if MASKED:
-            visible = (position[None, :] <= last_seen[:, None]) & (position[None, :] > last_seen[:, None] - window)
+            place = first + column
+            visible = (place[None, :] <= last_seen[:, None]) & (place[None, :] > last_seen[:, None] - window)
             score = tl.where(visible, score, float("-inf"))
-        m_next = tl.maximum(m, tl.max(score, 1))
+        m_next = tl.maximum(m, tl.max(score, 1) * q_factor)
         fade = tl.exp2(m - m_next)
-        p = tl.exp2(score - m_next[:, None])
+        p = tl.exp2(score * q_factor[:, None] - m_next[:, None])
         weight = weight * fade + tl.sum(p, 1)
         if INTEGER:
             v_factor, v_min = _scale_min(v_params)
             bias = bias * fade + tl.sum(p * v_min[None, :], 1)
             p = p * (v_factor * P_FACTOR)[None, :]
-        acc = acc * fade[:, None]
-        if INT4:
-            v, v_high = _half_nibbles(v_raw, ASM)
-            acc_high = tl.dot(p.to(tl.float16), v_high, acc_high * fade[:, None])
-        else:
-            v = _half_codes(v_raw, KIND, ASM)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        v0, v1, v2, v3 = _units(v_raw, KIND, ASM)
+        p = p.to(v0.dtype)
+        a0 = tl.dot(p, v0, a0 * fade[:, None], input_precision="ieee")
+        if PARTS > 1:
+            a1 = tl.dot(p, v1, a1 * fade[:, None])
+        if PARTS > 2:
+            a2 = tl.dot(p, v2, a2 * fade[:, None])
+            a3 = tl.dot(p, v3, a3 * fade[:, None])
         m = m_next
-    return m, weight, bias, acc, acc_high
+    return m, weight, bias, a0, a1, a2, a3
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _decode_dot(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, out_ptr, part_ptr, stat_ptr,
                 table_width, window, num_splits, stride, q_scale, v_scale,
-                HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+                HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
                 BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr,
                 TILE: tl.constexpr, ROWS: tl.constexpr, P_FACTOR: tl.constexpr, DIRECT: tl.constexpr,
                 STAGES: tl.constexpr):
@@ -353,70 +470,62 @@ def _decode_dot(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, cont
     row = tl.program_id(1)
     context = tl.load(context_ptr + row)
     seen = tl.maximum(context - window, 0)
-    channel = tl.arange(0, LANES)
     member = tl.arange(0, ROWS)
     real = member < GROUP
-    kept = real[:, None] & (channel < WIDTH)[None, :]
     query = (row * HEADS + head).to(tl.int64) * GROUP + member
-    q, q_high, q_factor, q_sum = _queries(q_ptr, query * DIM, real, k_ptr, DIM, WIDTH, LANES, KIND)
+    q0, q1, q2, q3, q_factor, q_sum = _queries(q_ptr, query * DIM, real, k_ptr, DIM, UNITS, LANES, KIND)
     q_factor = q_factor * q_scale
     last_seen = tl.zeros((ROWS,), tl.int32) + (context - 1)
     table = table_ptr + row.to(tl.int64) * table_width
     best = tl.full((ROWS,), _FLOOR, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, LANES), tl.float32)
-    out_high = tl.zeros((ROWS, LANES), tl.float32)
+    o0 = tl.zeros((ROWS, LANES), tl.float32)
+    o1, o2, o3 = o0, o0, o0
     for split in range(seen // SPLIT + tl.program_id(2), tl.cdiv(context, SPLIT), stride):
         stop = tl.minimum(context, (split + 1) * SPLIT)
         start = tl.maximum(split * SPLIT, seen // TILE * TILE)
-        m = tl.full((ROWS,), _FLOOR, tl.float32)
-        weight = tl.zeros((ROWS,), tl.float32)
-        bias = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, LANES), tl.float32)
-        acc_high = tl.zeros((ROWS, LANES), tl.float32)
-        m, weight, bias, acc, acc_high = _tiles(
-            q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, stop, seen, stop,
-            k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
-            HEADS, WIDTH, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, True, STAGES)
+        zero = tl.zeros((ROWS,), tl.float32)
+        zeros = tl.zeros((ROWS, LANES), tl.float32)
+        m, weight, bias, a0, a1, a2, a3 = _tiles(
+            q0, q1, q2, q3, q_factor, q_sum, last_seen, zero + _FLOOR, zero, zero, zeros, zeros, zeros, zeros,
+            start, stop, seen, stop, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
+            HEADS, UNITS, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, True, STAGES)
         top = tl.ceil(m)
-        share = tl.exp2(m - top)
-        weight = weight * share
-        acc = (acc * (1.0 / P_FACTOR) + bias[:, None]) * share[:, None]
-        acc_high = (acc_high * (1.0 / P_FACTOR) + bias[:, None]) * share[:, None]
+        share = tl.exp2(m - top)[:, None]
+        weight = weight * tl.exp2(m - top)
+        a0 = (a0 * (1.0 / P_FACTOR) + bias[:, None]) * share
+        a1 = (a1 * (1.0 / P_FACTOR) + bias[:, None]) * share
+        a2 = (a2 * (1.0 / P_FACTOR) + bias[:, None]) * share
+        a3 = (a3 * (1.0 / P_FACTOR) + bias[:, None]) * share
         if DIRECT:
             common = tl.maximum(best, top)
             old, new = tl.exp2(best - common), tl.exp2(top - common)
             total = total * old + weight * new
-            out = out * old[:, None] + acc * new[:, None]
-            if KIND == "int4":
-                out_high = out_high * old[:, None] + acc_high * new[:, None]
+            o0 = o0 * old[:, None] + a0 * new[:, None]
+            o1 = o1 * old[:, None] + a1 * new[:, None]
+            o2 = o2 * old[:, None] + a2 * new[:, None]
+            o3 = o3 * old[:, None] + a3 * new[:, None]
             best = common
         else:
             index = query * num_splits + split
-            part = part_ptr + index[:, None] * DIM + channel[None, :]
-            tl.store(part, acc, mask=kept)
-            if KIND == "int4":
-                tl.store(part + WIDTH, acc_high, mask=kept)
+            _store_parts(part_ptr, index * DIM, real, a0, a1, a2, a3, DIM, UNITS, LANES, KIND)
             tl.store(stat_ptr + index * 2, top, mask=real)
             tl.store(stat_ptr + index * 2 + 1, weight, mask=real)
     if DIRECT:
         inverse = (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-        target = out_ptr + query[:, None] * DIM + channel[None, :]
-        dtype = out_ptr.dtype.element_ty
-        tl.store(target, (out * inverse).to(dtype), mask=kept)
-        if KIND == "int4":
-            tl.store(target + WIDTH, (out_high * inverse).to(dtype), mask=kept)
+        _store_parts(out_ptr, query * DIM, real, o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse,
+                     DIM, UNITS, LANES, KIND)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _prompt(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, query_start_ptr, out_ptr,
             table_width, window, first_row, q_scale, v_scale,
-            HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+            HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
             BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
             TILE: tl.constexpr, ROWS: tl.constexpr, P_FACTOR: tl.constexpr, STAGES: tl.constexpr):
     """One program: ROWS consecutive prompt tokens of one row under one query head (HEADS counts KV heads). Tiles of keys lie
-    at multiples of TILE, whole tiles a query does not see change nothing, so where a chunk starts cannot be told from the
-    result. Long tiles start first."""
+    at multiples of TILE and a tile that a query does not see changes nothing, so where a chunk starts cannot be told from the
+    result. Programs with the most keys start first."""
     query_head = tl.program_id(0)
     row = first_row + tl.program_id(2)
     begin = tl.load(query_start_ptr + row)
@@ -424,44 +533,39 @@ def _prompt(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
     context = tl.load(context_ptr + row)
     offset = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     if offset < length:
-        channel = tl.arange(0, LANES)
         line = offset + tl.arange(0, ROWS)
         real = line < length
         query = ((begin + line).to(tl.int64) * GROUP * HEADS + query_head) * DIM
-        q, q_high, q_factor, q_sum = _queries(q_ptr, query, real, k_ptr, DIM, WIDTH, LANES, KIND)
+        q0, q1, q2, q3, q_factor, q_sum = _queries(q_ptr, query, real, k_ptr, DIM, UNITS, LANES, KIND)
         q_factor = q_factor * q_scale
         last_seen = context - length + line
-        first_position = context - length + offset
-        end = tl.minimum(context, first_position + ROWS)
-        seen = tl.maximum(first_position + 1 - window, 0)
+        position = context - length + offset  # of the first line
+        end = tl.minimum(context, position + ROWS)
+        seen = tl.maximum(position + 1 - window, 0)
         start = seen // TILE * TILE
         table = table_ptr + row.to(tl.int64) * table_width
         head = query_head // GROUP
         m = tl.full((ROWS,), _FLOOR, tl.float32)
         weight = tl.zeros((ROWS,), tl.float32)
         bias = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, LANES), tl.float32)
-        acc_high = tl.zeros((ROWS, LANES), tl.float32)
+        a0 = tl.zeros((ROWS, LANES), tl.float32)
+        a1, a2, a3 = a0, a0, a0
         if not WINDOWED:
-            whole = (first_position + 1) // TILE * TILE
-            m, weight, bias, acc, acc_high = _tiles(
-                q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, whole, seen, end,
-                k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
-                HEADS, WIDTH, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, False, STAGES)
+            whole = (position + 1) // TILE * TILE
+            m, weight, bias, a0, a1, a2, a3 = _tiles(
+                q0, q1, q2, q3, q_factor, q_sum, last_seen, m, weight, bias, a0, a1, a2, a3,
+                start, whole, seen, end, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
+                HEADS, UNITS, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, False, STAGES)
             start = whole
-        m, weight, bias, acc, acc_high = _tiles(
-            q, q_high, q_factor, q_sum, last_seen, m, weight, bias, acc, acc_high, start, end, seen, end,
-            k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
-            HEADS, WIDTH, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, True, STAGES)
+        m, weight, bias, a0, a1, a2, a3 = _tiles(
+            q0, q1, q2, q3, q_factor, q_sum, last_seen, m, weight, bias, a0, a1, a2, a3,
+            start, end, seen, end, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table, head, window,
+            HEADS, UNITS, LANES, BLOCK_SIZE, KIND, ASM, P_FACTOR, TILE, True, STAGES)
         inverse = (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
-        kept = real[:, None] & (channel < WIDTH)[None, :]
-        target = out_ptr + query[:, None] + channel[None, :]
-        dtype = out_ptr.dtype.element_ty
-        out = acc * (1.0 / P_FACTOR) + bias[:, None]
-        tl.store(target, (out * inverse).to(dtype), mask=kept)
-        if KIND == "int4":
-            out = acc_high * (1.0 / P_FACTOR) + bias[:, None]
-            tl.store(target + WIDTH, (out * inverse).to(dtype), mask=kept)
+        bias = bias[:, None]
+        _store_parts(out_ptr, query, real, (a0 * (1.0 / P_FACTOR) + bias) * inverse, (a1 * (1.0 / P_FACTOR) + bias) * inverse,
+                     (a2 * (1.0 / P_FACTOR) + bias) * inverse, (a3 * (1.0 / P_FACTOR) + bias) * inverse,
+                     DIM, UNITS, LANES, KIND)
 
 
 # ---- host ---------------------------------------------------------------------------------------------------------
@@ -489,10 +593,6 @@ def _portable() -> bool:
     return torch.version.hip is not None or triton.knobs.runtime.interpret
 
 
-def _kind(kv: LayerKV) -> str:
-    return kv.name if KV[kv.name].num.bits <= 8 else "copy"
-
-
 # The dot's probabilities carry scale_v, at most 131008 / levels: a factor that uses fp16's range and cannot leave it.
 _P_FACTOR = {"int8": 64.0, "int4": 4.0}
 _FP8_SHIFT = {"fp8": 256.0}  # e4m3's exponent bias against fp16's
@@ -502,60 +602,74 @@ _LONGEST_CHAIN = 8
 
 def decode_tiles(kind: str, group: int, head_dim: int) -> Tiles:
     """Never a function of the batch: tile and split decide the order of sums."""
-    if group == 1 and kind != "int4":
-        return Tiles(64 if head_dim <= 128 else 32, 4, 1, vector=True)
+    if group == 1 and kind in ("copy", "int8", "int4"):
+        return Tiles(32 if kind != "copy" and head_dim <= 128 else 16, 1, 1, vector=True)
     return Tiles(64, 4, 3)
 
 
 def prompt_tiles(kind: str, head_dim: int, element_size: int) -> tuple[int, Tiles]:
     """(query rows a program, tiles)."""
-    if element_size == 4 and kind == "copy":
+    if element_size == 4:
         return 32, Tiles(32, 4, 1)
     if head_dim > 128:
         return 64, Tiles(32, 4, 2)
     return 128, Tiles(64, 8, 3 if kind == "copy" else 2)
 
 
-def _arguments(q: Tensor, kv: LayerKV, scale: float) -> tuple:
-    """(cache pointers, q_scale, v_scale, constants) that all three kernels share."""
-    kind = _kind(kv)
+def _arguments(q: Tensor, kv: LayerKV, scale: float, vector: bool = False) -> tuple[tuple, float, float, tuple]:
+    """(cache pointers, q_scale, v_scale, constants) for one of the kernels: the vector kernel reads bytes, the others units
+    of 16 bits. Raises ValueError when the shapes do not fit each other or the units."""
+    kind = kv.name if KV[kv.name].num.bits <= 8 else "copy"
     _, kv_heads, block_size, width = kv.v.shape
     head_dim = q.shape[2]
     if head_dim != width * (2 if kind == "int4" else 1) or q.shape[1] % kv_heads:
         raise ValueError(f"queries [{q.shape[1]} heads, {head_dim}] do not fit a {kv.name} cache [{kv_heads} heads, {width}]")
+    if kind != "copy" and width % 2:
+        raise ValueError(f"a {kv.name} cache row of {width} bytes has no whole 16-bit units: head_dim {head_dim} is not "
+                         "supported here; use a 16-bit cache")
+    if kv.v.numel() // width >= 1 << 31:
+        raise ValueError("a cache of 2^31 or more (token, head) pairs in one layer is not addressed here: use fewer blocks")
     word = lambda t, other: other if t is None else t.view(torch.int32)  # noqa: E731
-    cache = (storage(kv.k), storage(kv.v), word(kv.k_params, kv.k), word(kv.v_params, kv.v))
+    k, v, least = storage(kv.k), storage(kv.v), 1
+    if not vector:
+        least = 16  # the narrowest dot
+        if kind != "copy":
+            k, v, width = k.view(torch.int16), v.view(torch.int16), width // 2
     shift = _FP8_SHIFT.get(kind, 1.0)
-    constants = (kv_heads, q.shape[1] // kv_heads, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind,
-                 not _portable())
-    return cache, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift, constants
+    constants = (kv_heads, q.shape[1] // kv_heads, head_dim, width, max(least, triton.next_power_of_2(width)), block_size,
+                 kind, not _portable())
+    return ((k, v, word(kv.k_params, k), word(kv.v_params, v)), scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift,
+            constants)
 
 
 def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor, tiles: Tiles | None = None,
            stride: int | None = None) -> None:
     """The first `step.num_decode` rows of `attention`, into `out`. `stride` programs share a row's splits: it moves no bit."""
-    rows = step.num_decode
-    cache, q_scale, v_scale, constants = _arguments(q, kv, scale)
-    heads, group, head_dim, width, lanes, _, kind, _ = constants
+    rows, heads, head_dim = step.num_decode, kv.v.shape[1], q.shape[2]
+    group = q.shape[1] // heads
+    kind = kv.name if KV[kv.name].num.bits <= 8 else "copy"
     tiles = tiles or decode_tiles(kind, group, head_dim)
+    cache, q_scale, v_scale, constants = _arguments(q, kv, scale, tiles.vector)
     splits = max(1, triton.cdiv(step.max_context, tiles.split))
     if stride is None:
         stride = min(splits, max(triton.cdiv(_PROGRAMS, rows * heads), triton.cdiv(splits, _LONGEST_CHAIN)))
-    window = window or 1 << 30
+    if stride == 1 and splits > _LONGEST_CHAIN:
+        raise ValueError(f"one program sums at most {_LONGEST_CHAIN} splits in the order `_combine` does, asked for {splits}")
     part, stat = out, out
     if stride > 1:
         part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
         stat = torch.empty((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
+    window = window or 1 << 30
     arguments = (q, *cache, step.block_table, step.context_len, out, part, stat, step.block_table.shape[1], window, splits,
                  stride, q_scale, v_scale, *constants, tiles.split, tiles.tile)
     grid = (heads, rows, stride)
     if tiles.vector:
-        lanes_per_row = max(1, lanes * kv.v.element_size() // 16)
-        slots = min(tiles.tile, max(1, 32 * tiles.warps // lanes_per_row))
-        _decode_vector[grid](*arguments, slots, stride == 1, tiles.stages, num_warps=tiles.warps)
+        threads_per_row = max(1, constants[4] * cache[1].element_size() // 16)
+        slots = min(tiles.tile, max(1, 32 * tiles.warps // threads_per_row))
+        _decode_vector[grid](*arguments, slots, stride == 1, num_warps=tiles.warps)
     else:
-        _decode_dot[grid](*arguments, max(16, triton.next_power_of_2(group)), _P_FACTOR.get(kind, 1.0), stride == 1, tiles.stages,
-                          num_warps=tiles.warps)
+        _decode_dot[grid](*arguments, max(16, triton.next_power_of_2(group)), _P_FACTOR.get(kind, 1.0), stride == 1,
+                          tiles.stages, num_warps=tiles.warps)
     if stride > 1:
         chains = 1 if splits <= _LONGEST_CHAIN else 16
         _combine[(q.shape[1], rows)](part, stat, step.context_len, out, window, splits, v_scale, q.shape[1], head_dim,

@@ -560,13 +560,12 @@ enum { DENSE_BLOCK = 48 };
 #define DENSE_NR 3
 #define DENSE_NR1 4
 #endif
-#define DENSE(MR, NR, KIND)                                                                                                 \
-  for (; last - n >= NR; n += NR) dense_tile(x->a + m * k, k, w, n - base, KIND, k, x->out + m * x->outputs + n, x->outputs, MR, NR);
-#define DENSE_KINDS(MR, NR)                                                                                                 \
-  if (kind == FP32) { DENSE(MR, NR, FP32) DENSE(MR, 1, FP32) }                                                              \
-  else if (kind == BF16) { DENSE(MR, NR, BF16) DENSE(MR, 1, BF16) }                                                         \
-  else { DENSE(MR, NR, FP16) DENSE(MR, 1, FP16) }
-
+#define DENSE_TILE(MR, NR, ROWS, OUT, STRIDE)                                                                               \
+  {                                                                                                                         \
+    if (kind == FP32) dense_tile(ROWS, k, w, n - base, FP32, k, OUT, STRIDE, MR, NR);                                       \
+    else if (kind == BF16) dense_tile(ROWS, k, w, n - base, BF16, k, OUT, STRIDE, MR, NR);                                  \
+    else dense_tile(ROWS, k, w, n - base, FP16, k, OUT, STRIDE, MR, NR);                                                    \
+  }
 static void dense_task(void *data, long task) {
   const Dense *x = data;
   const long k = x->k, first = task / x->chunks * DENSE_BLOCK, last = MIN(x->outputs, first + DENSE_BLOCK);
@@ -577,24 +576,37 @@ static void dense_task(void *data, long task) {
   if (end - begin > 4 && kind != FP32) { /* many rows: widen the block once */
     float *wide = scratch(PANEL, (size_t)(DENSE_BLOCK * k) * 4);
     const long count = (last - first) * k, at = first * k;
-    for (long i = 0; i < count; i += LANES) {
-      const long part = MIN(LANES, count - i);
-      store_part(wide + i, load_part_as(w, at + i, kind, part), part);
-    }
+    long i = 0;
+    if (kind == BF16) for (; i + LANES <= count; i += LANES) store(wide + i, load_as(w, at + i, BF16));
+    else for (; i + LANES <= count; i += LANES) store(wide + i, load_as(w, at + i, FP16));
+    if (i < count) store_part(wide + i, load_part_as(w, at + i, kind, count - i), count - i);
     w = wide, base = first, kind = FP32;
   }
-  if (end - begin >= 4) /* a few output channels stay in the first cache while all rows pass */
+  if (end - begin >= 4) {
+    /* A few output channels stay in the first cache while all rows pass. The block is written to `out` at the end: its rows lie
+     * a multiple of a page apart where the vocabulary is a round number, and would evict each other half filled. */
+    float *block = scratch(WORK, (size_t)(x->chunk * DENSE_BLOCK) * 4);
+    const long whole = (end - begin) / 4 * 4;
     for (n = first; n < last;) {
-      const long step = last - n >= DENSE_NR ? DENSE_NR : 1, from = n;
-      for (m = begin; m + 4 <= end; m += 4) {
-        const long stop = last;
-        (void)stop;
-        n = from;
-        { const long last = from + step; DENSE_KINDS(4, DENSE_NR) }
+      const long step = last - n >= DENSE_NR ? DENSE_NR : 1;
+      for (m = begin; m < begin + whole; m += 4) {
+        const float *rows = x->a + m * k;
+        float *y = block + (m - begin) * DENSE_BLOCK + n - first;
+        if (step == 1) DENSE_TILE(4, 1, rows, y, DENSE_BLOCK)
+        else DENSE_TILE(4, DENSE_NR, rows, y, DENSE_BLOCK)
       }
-      n = from + step;
+      n += step;
     }
-  for (; m < end; m++) { n = first; DENSE_KINDS(1, DENSE_NR1) }
+    for (m = 0; m < whole; m++)
+      memcpy(x->out + (begin + m) * x->outputs + first, block + m * DENSE_BLOCK, (size_t)(last - first) * 4);
+    m = begin + whole;
+  }
+  for (; m < end; m++) {
+    const float *row = x->a + m * k;
+    float *y = x->out + m * x->outputs;
+    for (n = first; last - n >= DENSE_NR1; n += DENSE_NR1) DENSE_TILE(1, DENSE_NR1, row, y + n, 0)
+    for (; n < last; n++) DENSE_TILE(1, 1, row, y + n, 0)
+  }
 }
 
 /* a fp32 [rows, k] x w [outputs, k] of `kind` -> fp32 [rows, outputs]. */

@@ -181,7 +181,7 @@ def int_linear(
         _store(out, Y, n, m, M, N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "steps"])
 def group_linear(
     X, XS, W, WS, Y, partials, arrivals, M, N, K, KP, NP, steps,
     GROUP: tl.constexpr, EVEN: tl.constexpr, SEGMENTS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
@@ -257,7 +257,7 @@ def group_linear(
         _store(acc * tl.load(XS + row)[None, :], Y, n, m, M, N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "steps"])
 def float_linear(
     X, W, WS, WZ, WR, Y, partials, arrivals, M, N, K, KP, NP, steps,
     GROUP: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, SEGMENTS: tl.constexpr, BN: tl.constexpr,
@@ -367,7 +367,10 @@ def dense_linear(
 
 
 class Tile(NamedTuple):
-    """One launch: BN weight rows x BM tokens, BK input channels a step, the K axis over `split` programs (0: the segments)."""
+    """One launch: BN weight rows x BM tokens, BK input channels a step, the K axis over `split` programs (0: the segments).
+
+    order: see `_tile`. overlap: let the launch start while the kernel before it drains, where the device can.
+    """
 
     BN: int
     BM: int
@@ -376,6 +379,7 @@ class Tile(NamedTuple):
     stages: int
     warps: int
     order: int = 8
+    overlap: bool = True
 
 
 class Row(NamedTuple):
@@ -622,12 +626,13 @@ def _launch(kernel: Callable, packed: Packed, tokens: int, device: torch.device,
         step = 64 if packed.group == 32 else BLOCK
         middle = (packed.scale.shape[-1], triton.cdiv(packed.k_padded // step, packed.segments))
     launch = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if overlaps(device):
+    overlap = tile.overlap and overlaps(device)
+    if overlap:
         launch["launch_pdl"] = True
     kernel[(tiles, tile.split)](
         *heads, y, partials, packed.arrivals, tokens, packed.n, packed.k, packed.k_padded, *middle,
         EVEN=packed.k == packed.k_padded, BN=tile.BN, BM=tile.BM, SPLIT=tile.split, ORDER=tile.order, STAGES=tile.stages,
-        PDL=overlaps(device), **flags, **launch,
+        PDL=overlap, **flags, **launch,
     )  # fmt: skip
     return y
 

@@ -73,52 +73,65 @@ def build(config: ModelConfig, source: Source, device: torch.device, dtype: torc
     c, ops = config, ops_for(device)
     if progress is not None:
         progress("loading", 0.0)
-
-    def vector(name: str, width: int) -> Tensor:
-        value = source.get(name)
-        assert isinstance(value, Tensor)
-        _check_shape(name, value.shape, (width,))
-        return value.to(device, torch.float32)
-
-    def project(prefix: str, in_features: int, bias: bool, **outs: int) -> Projection:
-        parts = [_read_part(source, f"{prefix}.{name}", n, in_features, bias) for name, n in outs.items()]
-        return Projection(parts, device, dtype, ops, editable).pack()
-
     embedding = source.get("model.embed_tokens.weight")
     _check_shape("model.embed_tokens.weight", embedding.shape, (c.vocab_size, c.hidden_size))
     table = _table(embedding, device, dtype)
     cos_sin = cos_sin_table(c.rope, c.head_dim, c.max_position, device)
     layers = []
     for index in range(c.num_layers):
-        at = f"model.layers.{index}"
-        q, k = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        attention = Attention(
-            qkv=project(f"{at}.self_attn", c.hidden_size, c.qkv_bias, q_proj=q, k_proj=k, v_proj=k),
-            o=project(f"{at}.self_attn", q, c.o_bias, o_proj=c.hidden_size),
-            q_norm=vector(f"{at}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
-            k_norm=vector(f"{at}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
-            cos_sin=cos_sin,
-            kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            eps=c.rms_eps,
-            window=c.windows[index],
-            ops=ops,
-        )
-        mlp = Mlp(
-            project(f"{at}.mlp", c.hidden_size, c.mlp_bias, gate_proj=c.intermediate_size, up_proj=c.intermediate_size),
-            project(f"{at}.mlp", c.intermediate_size, c.mlp_bias, down_proj=c.hidden_size),
-            ops,
-        )
-        norms = [
-            RmsNorm(vector(f"{at}.{name}.weight", c.hidden_size), c.rms_eps, ops)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ]
-        layers.append(Layer(norms[0], attention, norms[1], mlp))
+        layers.append(read_layer(c, source, index, cos_sin, device, dtype, editable))
         if progress is not None:
             progress("loading", (index + 1) / c.num_layers)
-    norm = RmsNorm(vector("model.norm.weight", c.hidden_size), c.rms_eps, ops)
-    head = Head(_read_head(config, source, embedding, table, device, dtype, editable), ops)
-    return Decoder(config, Embedding(table, dtype), layers, norm, head, device, dtype)
+    norm = RmsNorm(_read_vector(source, "model.norm.weight", c.hidden_size, device), c.rms_eps, ops)
+    head = Head(_read_head(c, source, embedding, table, device, dtype, editable), ops)
+    return Decoder(c, Embedding(table, dtype), layers, norm, head, device, dtype)
+
+
+def read_layer(config: ModelConfig, source: Source, index: int, cos_sin: Tensor, device: torch.device, dtype: torch.dtype,
+               editable: bool = False) -> Layer:
+    """One layer alone, for those who stream: its linears are packed on first use when `editable`, else at once.
+
+    cos_sin: `nn.rope.cos_sin_table`, as long as the longest sequence that the layer will see.
+    """
+    c, at, ops = config, f"model.layers.{index}", ops_for(device)
+    q, k = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def vector(name: str, width: int) -> Tensor:
+        return _read_vector(source, f"{at}.{name}.weight", width, device)
+
+    def project(block: str, in_features: int, bias: bool, **outs: int) -> Projection:
+        parts = [_read_part(source, f"{at}.{block}.{name}", n, in_features, bias) for name, n in outs.items()]
+        projection = Projection(parts, device, dtype, ops, editable)
+        return projection if editable else projection.pack()
+
+    attention = Attention(
+        qkv=project("self_attn", c.hidden_size, c.qkv_bias, q_proj=q, k_proj=k, v_proj=k),
+        o=project("self_attn", q, c.o_bias, o_proj=c.hidden_size),
+        q_norm=vector("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+        k_norm=vector("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        cos_sin=cos_sin,
+        kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        eps=c.rms_eps,
+        window=c.windows[index],
+        ops=ops,
+    )
+    mlp = Mlp(
+        gate_up=project("mlp", c.hidden_size, c.mlp_bias, gate_proj=c.intermediate_size, up_proj=c.intermediate_size),
+        down=project("mlp", c.intermediate_size, c.mlp_bias, down_proj=c.hidden_size),
+        ops=ops,
+    )
+    input_norm, post_norm = (
+        RmsNorm(vector(name, c.hidden_size), c.rms_eps, ops) for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    return Layer(input_norm, attention, post_norm, mlp)
+
+
+def _read_vector(source: Source, name: str, width: int, device: torch.device) -> Tensor:
+    value = source.get(name)
+    assert isinstance(value, Tensor)
+    _check_shape(name, value.shape, (width,))
+    return value.to(device, torch.float32)
 
 
 def _read_part(source: Source, module: str, out_features: int, in_features: int, bias: bool) -> Part:

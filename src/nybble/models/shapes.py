@@ -62,15 +62,15 @@ def dummy_model(
         scheme = SCHEMES[scheme]
     device = torch.device(device)
     dtype = dtype or default_dtype(config, device)
-    return build(config, DummySource(config, scheme, device, dtype, seed), device, dtype, progress, editable)
+    return build(config, DummySource(config, scheme, device, seed), device, dtype, progress, editable)
 
 
 class DummySource:
     """Random weights under a checkpoint's names."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, config: ModelConfig, scheme: Scheme, device: torch.device, seed: int) -> None:
         self.config: Mapping[str, Any] = {}
-        self._model, self._scheme, self._device, self._dtype = config, scheme, device, dtype
+        self._model, self._scheme, self._device, self._dtype = config, scheme, device, getattr(torch, config.dtype)
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def has(self, name: str) -> bool:

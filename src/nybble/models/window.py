@@ -20,6 +20,7 @@ from nybble.models.decoder import Decoder
 
 BLOCK_SIZE = 64
 FLOAT_KV = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+STORED = {name: dtype for dtype, name in FLOAT_KV.items()}
 
 
 def window_step(token_ids: Tensor, past: int = 0, capacity: int | None = None, block_size: int = BLOCK_SIZE) -> Step:
@@ -55,18 +56,19 @@ def scratch_kv(
     kv_name: str,
     num_blocks: int,
     device: torch.device | str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     block_size: int = BLOCK_SIZE,
     scales: Sequence[tuple[float, float] | None] | None = None,
 ) -> list[LayerKV]:
     """One cache that all layers share, as a list with an entry per layer: good for a single pass over fresh tokens.
 
-    kv_name: a key of `formats.spec.KV` (ValueError otherwise). 16/32-bit caches store `dtype`. scales: per layer (k, v), fp8.
+    kv_name: a key of `formats.spec.KV` (ValueError otherwise). dtype: what a 16/32-bit cache stores instead of
+    what its name says. scales: per layer (k, v), fp8 only.
     """
     if kv_name not in KV:
         raise ValueError(f"kv = {kv_name!r} is not a KV cache type; there are {', '.join(KV)}")
     spec = KV[kv_name]
-    store = torch.uint8 if spec.zero else FLOAT8.get(spec.num.name, dtype)
+    store = dtype or STORED[kv_name] if kv_name in STORED else FLOAT8.get(spec.num.name, torch.uint8)
     width = config.head_dim * spec.num.bits // 8 if spec.num.bits < 8 else config.head_dim
     blocks = (num_blocks, config.num_kv_heads, block_size)
     k, v = (torch.empty((*blocks, width), dtype=store, device=device) for _ in range(2))
@@ -92,8 +94,7 @@ def prepare_window(
     if length > model.config.max_position:
         raise ValueError(f"a window of {length} tokens: the model was made for {model.config.max_position} positions")
     step = window_step(token_ids.to(model.device))
-    kv = scratch_kv(model.config, kv_name or FLOAT_KV[model.dtype], step.block_table.numel(), model.device, model.dtype,
-                    scales=scales)
+    kv = scratch_kv(model.config, kv_name or FLOAT_KV[model.dtype], step.block_table.numel(), model.device, scales=scales)
     return step, kv
 
 

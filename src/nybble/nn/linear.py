@@ -69,7 +69,9 @@ class Projection:
 
     def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, ops: Ops, keep: bool = False) -> None:
         self.parts, self.device, self.dtype, self.ops, self.keep = tuple(parts), device, dtype, ops, keep
-        self._packed: tuple[tuple[tuple[str, ...], Linear], ...] | None = None
+        self._linears: tuple[Linear, ...] = ()
+        self._groups: tuple[tuple[str, ...], ...] = ()  # the names each of them runs
+        self._takes: Spec | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,27 +79,29 @@ class Projection:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        self.pack()
-        return tuple(linear for _, linear in self._packed or ())
+        return self._linears or self.pack()._linears
 
     @property
     def takes(self) -> Spec | None:
         """What every linear of it takes; None (float) also when they differ."""
-        first = self.linears[0].takes
-        return first if all(linear.takes == first for linear in self.linears) else None
+        return self._takes if self._linears else self.pack()._takes
 
     def pack(self) -> Projection:
-        if self._packed is None:
-            self._packed = tuple(
-                (tuple(part.name for part in group), Linear(*_join(group), self.device, self.dtype, self.ops))
-                for group in _joinable(self.parts)
-            )
+        if not self._linears:
+            groups = _joinable(self.parts)
+            self._groups = tuple(tuple(part.name for part in group) for group in groups)
+            self._linears = tuple(Linear(*_join(group), self.device, self.dtype, self.ops) for group in groups)
+            first = self._linears[0].takes
+            self._takes = first if all(linear.takes == first for linear in self._linears) else None
             if not self.keep:
                 self.parts = tuple(replace(part, weight=None, bias=None) for part in self.parts)
         return self
 
     def __call__(self, x: Rows | Tensor, observe: Observe | None = None) -> Tensor:
-        """[M, K] float, or rows when `takes` says so -> [M, sum of N]. `observe` needs x as float, and sees it per name."""
+        """[M, K] float, or rows when `takes` says so -> [M, sum of N].
+
+        `observe` needs x as float, is called once per name before anything is multiplied, and may replace the weights.
+        """
         if observe is not None:
             assert isinstance(x, Tensor)
             for name in self.names:
@@ -124,11 +128,10 @@ class Projection:
             raise ValueError(f"{old.name}: its weights were given up when packed; load the model with editable=True")
         new = replace(old, weight=weight, act=act)
         self.parts = tuple(new if part is old else part for part in self.parts)
-        self._packed = None
+        self._linears = ()
 
     def explain(self) -> list[dict[str, Any]]:
         """Per packed linear: name, scheme, kernel, refusals ((kernel, reason), ...), bits_per_weight."""
-        self.pack()
         return [
             {
                 "name": ",".join((names[0], *(name.rpartition(".")[2] for name in names[1:]))),
@@ -137,7 +140,7 @@ class Projection:
                 "refusals": linear.choice.refusals,
                 "bits_per_weight": linear.bits_per_weight,
             }
-            for names, linear in self._packed or ()
+            for linear, names in zip(self.linears, self._groups)
         ]
 
 

@@ -195,7 +195,8 @@ async def _chat_ids(tokenizer: Tokenizer, messages: list, add_generation_prompt:
     try:
         text = await _run(length, tokenizer.chat, turns, add_generation_prompt=add_generation_prompt, **kwargs)
     except Exception as error:  # a template is the checkpoint's program: it may refuse an order of roles, or fail
-        raise RequestError(400, f"the chat template refused the messages: {error}", param="messages") from None
+        reason = str(error) if isinstance(error, ValueError) else f"the chat template failed: {error!r}"
+        raise RequestError(400, reason, param="messages") from None
     return await _ids(tokenizer, text, add_special=False)
 
 

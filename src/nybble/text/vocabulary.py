@@ -72,7 +72,7 @@ def from_gguf(metadata: dict[str, Any], path: object) -> tuple[Backend, dict[str
     around = [role for role, wanted in around if wanted and roles[role] is not None]
     if around:
         mark = {role: config[f"{role}_token"] for role in around}
-        one = [mark["bos"]] * ("bos" in mark) + ["$A"] + [mark["eos"]] * ("eos" in mark)
+        one = [mark[r] for r in around if r == "bos"] + ["$A"] + [mark[r] for r in around if r == "eos"]
         two = one + [piece.replace("$A", "$B") + ":1" for piece in one]
         backend.post_processor = TemplateProcessing(single=one, pair=two,
                                                     special_tokens=[(mark[role], roles[role]) for role in around])

@@ -1,0 +1,432 @@
+"""Linear kernels on a GPU: correctness against float64, time, share of the roofline, and what cuBLAS does beside them.
+
+`run` prints one table per batch size and appends a JSON line per figure; `sweep` tries every sensible tile per shape and
+batch and prints the rows that `kernels.linear_triton.TILES` should hold. Nothing here chooses tiles at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nybble.bench.timing import Call, Timing, copies_beyond_cache, interleave
+from nybble.formats.qtensor import QTensor, dequantize
+from nybble.formats.spec import SCHEMES
+from nybble.kernels import linear_triton
+from nybble.kernels.linear_triton import Packed, Row, Tile
+from nybble.kernels.registry import LinearKernel, LinearShape, linear_kernels
+from nybble.kernels.types import Rows
+
+# (layer, output rows N, input channels K) of one block, Q/K/V and gate/up joined
+MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
+    "llama-2-13b": (("qkv", 15360, 5120), ("o", 5120, 5120), ("gate_up", 27648, 5120), ("down", 5120, 13824)),
+    "llama-3-8b": (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336)),
+    "llama-3-70b": (("qkv", 10240, 8192), ("o", 8192, 8192), ("gate_up", 57344, 8192), ("down", 8192, 28672)),
+}
+TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+SWEPT = {"w4a8": "int4", "w4a8_g128": "group", "w8a8": "int8", "w4a16_g128": "float4"}
+RESULTS = "bench/results/h200.jsonl"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the roofline assumes: bytes per second that a copy reaches, dense int8 and bf16 operations per second."""
+
+    bytes_per_s: float
+    int8_per_s: float
+    bf16_per_s: float
+
+
+H200 = Machine(4.3e12, 1500e12, 790e12)
+
+
+def floor_us(scheme: str, n: int, k: int, tokens: int, machine: Machine = H200) -> float:
+    """The larger of moving every byte once and doing every operation at the machine's rate."""
+    spec = SCHEMES[scheme].weight if scheme in SCHEMES else None
+    wide = spec is None or SCHEMES[scheme].act is None
+    bits = 16.0 if spec is None else spec.num.bits + (16 / spec.group if spec.group else 0)
+    moved = n * k * bits / 8 + tokens * k * (2 if wide else 1) + 2 * tokens * n
+    rate = machine.bf16_per_s if wide else machine.int8_per_s
+    return max(moved / machine.bytes_per_s, 2.0 * tokens * n * k / rate) * 1e6
+
+
+# ---- what is timed ------------------------------------------------------------------------------------------------
+
+
+def random_weight(scheme: str, n: int, k: int, device: torch.device) -> QTensor:
+    """Random codes, scales that keep outputs near one."""
+    spec = SCHEMES[scheme].weight
+    assert spec is not None
+    low, high = int(max(spec.num.qmin, -127)), int(spec.num.qmax) + 1
+    codes = torch.randint(low, high, (n, k), dtype=torch.int8, device=device)
+    groups = k // (spec.group or k)
+    scale = ((torch.rand(n, groups, device=device) + 0.5) / k**0.5 / high).bfloat16().float()
+    zero = torch.randint(6, 10, (n, groups), device=device).float() if spec.zero else None
+    if spec.over is not None:
+        grid = torch.randint(8, 17, (n, groups), device=device).float()
+        return QTensor(spec, codes, grid, None, scale[:, :1].contiguous() / 16)
+    return QTensor(spec, codes, scale, zero)
+
+
+def random_input(scheme: str, tokens: int, k: int, device: torch.device) -> Rows | Tensor:
+    if SCHEMES[scheme].act is None:
+        return torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
+    codes = torch.randint(-127, 128, (tokens, k), dtype=torch.int8, device=device)
+    return Rows(codes, (torch.rand(tokens, device=device) + 0.5) / 64)
+
+
+def head(x: Rows | Tensor, rows: int) -> Rows | Tensor:
+    return Rows(x.codes[:rows], x.scale[:rows]) if isinstance(x, Rows) else x[:rows]
+
+
+def relative_error(kernel: LinearKernel, packed: Any, weight: QTensor, x: Rows | Tensor) -> float:
+    """|out - exact| / |exact| over the first 32 and last 32 rows of the full batch, the output's rounding included."""
+    out = kernel.run(packed, x).double()
+    value = x.codes.double() * x.scale.double()[:, None] if isinstance(x, Rows) else x.double()
+    rows = torch.arange(out.shape[0], device=out.device)
+    rows = rows[(rows < 32) | (rows >= out.shape[0] - 32)]
+    exact = value[rows] @ dequantize(weight, torch.float64).t()
+    return ((out[rows] - exact).norm() / exact.norm()).item()
+
+
+def same_alone(kernel: LinearKernel, packed: Any, x: Rows | Tensor) -> bool:
+    """The first row by itself gives the bits it gives in the batch."""
+    return torch.equal(kernel.run(packed, head(x, 1)), kernel.run(packed, x)[:1])
+
+
+def copies_of(packed: Any, count: int) -> list[Any]:
+    """The same packed weight `count` times in different memory. Works on any frozen dataclass of tensors."""
+    fresh = lambda v: v.clone() if isinstance(v, Tensor) else v  # noqa: E731
+    return [packed, *(replace(packed, **{f: fresh(getattr(packed, f)) for f in packed.__dataclass_fields__})
+                      for _ in range(count - 1))]  # fmt: skip
+
+
+def tensor_bytes(packed: Any) -> int:
+    fields = (getattr(packed, f) for f in packed.__dataclass_fields__)
+    return sum(f.numel() * f.element_size() for f in fields if isinstance(f, Tensor))
+
+
+def peer_calls(n: int, k: int, tokens: int, device: torch.device) -> dict[str, list[Call]]:
+    """cuBLAS through torch: bf16, FP8 with one scale a tensor, raw int8 (no scales at all)."""
+    wide = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
+    calls: dict[str, list[Call]] = {}
+    count = copies_beyond_cache(2 * n * k, device)
+    calls["torch bf16"] = [partial(F.linear, x, wide.clone()) for _ in range(count)]
+    count, one = copies_beyond_cache(n * k, device), torch.ones(1, device=device)
+    x8 = x.to(torch.float8_e4m3fn)
+    eight = [wide.to(torch.float8_e4m3fn) for _ in range(count)]
+    multiply = torch._scaled_mm
+    calls["torch fp8"] = [
+        lambda w=w: multiply(x8, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True) for w in eight
+    ]
+    if tokens > 16:
+        xi = torch.randint(-127, 128, (tokens, k), dtype=torch.int8, device=device)
+        integers = [torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device) for _ in range(count)]
+        calls["torch int8 raw"] = [lambda w=w: torch._int_mm(xi, w.t()) for w in integers]
+    return calls
+
+
+def timed_alone(calls: Sequence[Call], replays: int = 5, least_us: float = 800.0) -> Timing:
+    return interleave({"": calls}, replays, least_us)[""]
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+def run(
+    schemes: Sequence[str] = ("w4a8", "w4a8_g128", "w4a8_qqq_g128", "w8a8", "w4a16_g128"),
+    model: str = "llama-2-13b",
+    tokens: Sequence[int] = TOKENS,
+    every_kernel: bool = False,
+    budget_s: float = 300.0,
+    results: str | None = RESULTS,
+    report: Callable[[str], object] = print,
+) -> list[dict[str, Any]]:
+    """Check and time each scheme's chosen kernel (all that accept, with `every_kernel`) beside cuBLAS.
+
+    Stops starting new work when `budget_s` is spent; what failed is reported and left out. -> the JSON objects.
+    """
+    device, deadline = torch.device("cuda"), time.monotonic() + budget_s
+    records: list[dict[str, Any]] = []
+    table: dict[int, dict[str, dict[str, float]]] = {m: {} for m in tokens}
+    report(f"{torch.cuda.get_device_name()}  torch {torch.__version__}  {model}  us per call, * = failed its check")
+    for layer, n, k in MODELS[model]:
+        weights = {scheme: _weights(scheme, n, k, every_kernel, report) for scheme in schemes}
+        for m in tokens:
+            if time.monotonic() > deadline:
+                report(f"budget of {budget_s:.0f} s spent before {layer} M={m}")
+                break
+            calls, errors = _calls(weights, n, k, m, device, report)
+            timings = _time_all(calls, report)
+            peers = {name: round(t.us, 2) for name, t in timings.items() if name.startswith("torch ")}
+            for name, timing in timings.items():
+                table[m].setdefault(name, {})[layer] = timing.us
+                if name in errors:
+                    scheme, kernel = name.split(" | ")
+                    records.append(_record(model, layer, scheme, kernel, n, k, m, timing, errors[name], peers))
+            del calls
+        del weights
+        torch.cuda.empty_cache()
+    for m in tokens:
+        report(_format(m, table[m], MODELS[model]))
+    _append(results, records)
+    return records
+
+
+def _weights(scheme: str, n: int, k: int, every: bool, report: Callable) -> list[tuple[LinearKernel, QTensor, list[Any]]]:
+    device = torch.device("cuda")
+    shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
+    kernels = [kernel for kernel in linear_kernels(device) if kernel.accepts(shape) is None and "torch" not in kernel.name]
+    out = []
+    for kernel in kernels if every else kernels[:1]:
+        try:
+            weight = random_weight(scheme, n, k, device)
+            packed = kernel.pack(weight, shape)
+            out.append((kernel, weight, copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))))
+        except Exception as error:
+            report(f"  {scheme} | {kernel.name} N={n} K={k}: {_short(error)}")
+    return out
+
+
+def _calls(weights: dict, n: int, k: int, m: int, device: torch.device, report: Callable) -> tuple[dict, dict[str, float]]:
+    calls: dict[str, list[Call]] = {}
+    errors: dict[str, float] = {}
+    for scheme, entries in weights.items():
+        for kernel, weight, copies in entries:
+            name = f"{scheme} | {kernel.name}"
+            try:
+                x = random_input(scheme, m, k, device)
+                error = relative_error(kernel, copies[0], weight, x)
+                errors[name] = error if same_alone(kernel, copies[0], x) else float("inf")
+                if not errors[name] < max(4e-3, SCHEMES[scheme].tol):
+                    report(f"  {name} N={n} K={k} M={m}: relative error {error:.1e}, alone same bits: {errors[name] == error}")
+                calls[name] = [partial(kernel.run, p, x) for p in copies]
+            except Exception as problem:
+                report(f"  {name} N={n} K={k} M={m}: {_short(problem)}")
+    try:
+        calls |= peer_calls(n, k, m, device)
+    except Exception as problem:
+        report(f"  peers N={n} K={k} M={m}: {_short(problem)}")
+    return calls, errors
+
+
+def _time_all(calls: dict[str, list[Call]], report: Callable) -> dict[str, Timing]:
+    working = {}
+    for name, rotation in calls.items():
+        try:
+            rotation[0]()
+            torch.cuda.synchronize()
+            working[name] = rotation
+        except Exception as problem:
+            report(f"  {name}: {_short(problem)}")
+    return interleave(working, replays=7, least_us=1000.0)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:160]}".replace("\n", " ")
+
+
+def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[str, int, int]]) -> str:
+    lines = [
+        f"M={m:<6}{'':34}" + "".join(f"{layer:>10}" for layer, _, _ in layers) + f"{'sum':>10}{'floor':>8}{'of floor':>10}"
+    ]
+    for name, times in rows.items():
+        cells = "".join(f"{times[layer]:10.1f}" if layer in times else f"{'-':>10}" for layer, _, _ in layers)
+        line = f"  {name:<40}{cells}"
+        if len(times) == len(layers):
+            scheme = {"torch fp8": "w8a8", "torch int8 raw": "w8a8"}.get(name, name.split(" | ")[0])
+            least = sum(floor_us(scheme, n, k, m) for _, n, k in layers)
+            total = sum(times.values())
+            line += f"{total:10.1f}{least:8.1f}{least / total:10.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _record(model: str, layer: str, scheme: str, kernel: str, n: int, k: int, m: int, timing: Timing, error: float,
+            peers: dict[str, float]) -> dict[str, Any]:  # fmt: skip
+    moved = n * k * (SCHEMES[scheme].weight.num.bits / 8)
+    return {
+        "bench": "gemm", "device": torch.cuda.get_device_name(), "commit": _commit(), "date": time.strftime("%Y-%m-%d"),
+        "model": model, "layer": layer, "scheme": scheme.replace("_", "-"), "kernel": kernel, "N": n, "K": k, "M": m,
+        "us": round(timing.us, 2), "us_min": round(timing.us_min, 2), "spread": round(timing.spread, 3),
+        "relerr": error, "tflops": round(2e-6 * n * k * m / timing.us, 1), "gb_s": round(moved / timing.us * 1e-3, 1),
+        "share_of_floor": round(floor_us(scheme, n, k, m) / timing.us, 3), "peers": peers,
+        "torch": torch.__version__, "command": " ".join(["python -m nybble.bench.kernels", *sys.argv[1:]]),
+    }  # fmt: skip
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _append(path: str | None, records: Sequence[dict[str, Any]]) -> None:
+    if path is None or not records:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in records)
+
+
+# ---- the sweep ----------------------------------------------------------------------------------------------------
+
+
+def tiles_to_try(kind: str, m: int) -> Iterator[Tile]:
+    """Every tile that could be good for `m` tokens: register and shared-memory limits of sm_90, small search elsewhere."""
+    tokens = [bm for bm in (16, 32, 64, 128, 256) if bm <= max(16, m)][-2 if m > 16 else -1 :]
+    if m > 256:
+        tokens = [128, 256]
+    eight = kind == "int8"
+    for bm, bn, bk, warps in itertools.product(tokens, (64, 128, 256), (128, 256), (4, 8)):
+        per_thread = bn * bm // (32 * warps)
+        if per_thread > (64 if kind in ("group", "float4") else 128) or bn < 16 * warps or per_thread < 2:
+            continue
+        if bk == 256 and (bm > 64 or kind in ("group", "float4")):
+            continue
+        splits = [1] if m > 512 else ([1, 0] if kind in ("group", "float4") else [1, 2, 4, 8])
+        wide = 2 if kind == "float4" else 1
+        stage_bytes = bn * bk // (1 if eight else 2) + bm * bk * wide
+        stages = [s for s in ((3, 4, 6, 8) if m <= 64 else (3, 4, 5)) if s * stage_bytes <= 220_000]
+        for split, stage, order in itertools.product(splits, stages, (8,) if m <= 256 else (4, 8, 16)):
+            yield Tile(bn, bm, bk, split, stage, warps, order)
+
+
+def _try_tile(scheme: str, tile: Tile) -> None:
+    """Compile (into the shared cache) and run once on a small weight; in a worker process."""
+    device = torch.device("cuda")
+    n, k = 512, 2048
+    shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
+    kernel = next(kernel for kernel in linear_triton.KERNELS if kernel.accepts(shape) is None)
+    packed = kernel.pack(random_weight(scheme, n, k, device), shape)
+    for segments in {1, 4} if packed.kind in ("group", "float4") else {1}:
+        kernel.run(linear_triton.with_tile(replace(packed, segments=segments), tile), random_input(scheme, tile.BM, k, device))
+    torch.cuda.synchronize()
+
+
+def sweep(
+    schemes: Sequence[str] = ("w4a8", "w4a8_g128"),
+    model: str = "llama-2-13b",
+    tokens: Sequence[int] = TOKENS[1:],
+    budget_s: float = 400.0,
+    report: Callable[[str], object] = print,
+) -> None:
+    """The fastest tiles per shape and batch, and the rows for `TILES`. Tiles compile in parallel before anything is timed."""
+    device, deadline = torch.device("cuda"), time.monotonic() + budget_s
+    candidates = {(scheme, m): list(tiles_to_try(SWEPT[scheme], m)) for scheme in schemes for m in tokens}
+    usable = _compile_all({(s, t) for (s, _), tiles in candidates.items() for t in tiles}, deadline - 0.5 * budget_s, report)
+    best: dict[tuple[str, int, int, int], Tile] = {}
+    layers = sorted({(n, k, layer) for layer, n, k in MODELS[model]})
+    for scheme, (n, k, layer) in itertools.product(schemes, layers):
+        shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
+        kernel = next(kernel for kernel in linear_triton.KERNELS if kernel.accepts(shape) is None)
+        weight = random_weight(scheme, n, k, device)
+        packed = kernel.pack(weight, shape)
+        copies = copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))
+        for m in tokens:
+            if time.monotonic() > deadline:
+                report("budget spent")
+                break
+            x = random_input(scheme, m, k, device)
+            found = _sweep_one(kernel, copies, x, [t for t in candidates[scheme, m] if (scheme, t) in usable], deadline)
+            if not found:
+                continue
+            error = relative_error(kernel, linear_triton.with_tile(packed, found[0][1]), weight, x)
+            least = floor_us(scheme, n, k, m)
+            shown = "  ".join(f"{us:.1f} {'x'.join(map(str, tile[:7]))}" for us, tile in found[:4])
+            report(f"{scheme} {layer} N={n} K={k} M={m} floor {least:.1f} relerr {error:.0e} tried {len(found)}: {shown}")
+            best[scheme, m, n, k] = found[0][1]
+        del copies, packed, weight
+    for (scheme, m, n, k), tile in sorted(best.items(), key=lambda item: (item[0][0], item[0][1], item[0][2], item[0][3])):
+        report(f"        {Row(SWEPT[scheme], m, n, k, tile)},")
+
+
+def _compile_all(wanted: set[tuple[str, Tile]], deadline: float, report: Callable) -> set[tuple[str, Tile]]:
+    start, usable, failures = time.monotonic(), set(), []
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(_try_tile, *item): item for item in sorted(wanted)}
+        for future, item in futures.items():
+            try:
+                future.result(timeout=max(0.1, deadline - time.monotonic()))
+                usable.add(item)
+            except Exception as problem:
+                failures.append(f"{item[0]} {tuple(item[1])}: {_short(problem)}")
+                future.cancel()
+    report(f"compiled {len(usable)} of {len(wanted)} tiles in {time.monotonic() - start:.0f} s")
+    for line in failures[:6]:
+        report(f"  {line}")
+    return usable
+
+
+def _rotation(kernel: LinearKernel, copies: Sequence[Packed], tile: Tile, x: Rows | Tensor) -> list[Call]:
+    return [partial(kernel.run, linear_triton.with_tile(packed, tile), x) for packed in copies]
+
+
+def _sweep_one(
+    kernel: LinearKernel, copies: Sequence[Packed], x: Rows | Tensor, tiles: Sequence[Tile], deadline: float
+) -> list[tuple[float, Tile]]:
+    """(microseconds, tile), fastest first; the five best are timed again in turns."""
+    found = []
+    for tile in tiles:
+        if time.monotonic() > deadline:
+            break
+        if tile.split > 1 and -(-copies[0].n // tile.BN) * -(-token_count(x) // tile.BM) * tile.split > 1056:
+            continue
+        try:
+            timing = timed_alone(_rotation(kernel, copies, tile, x), replays=3, least_us=300.0)
+            found.append((timing.us, tile))
+        except Exception:  # a tile this shape cannot take; the others still count
+            torch.cuda.synchronize()
+    found.sort(key=lambda item: item[0])
+    close = [tile for _, tile in found[:5]]
+    if close:
+        again = interleave({str(i): _rotation(kernel, copies, tile, x) for i, tile in enumerate(close)}, replays=7)
+        found[: len(close)] = sorted((again[str(i)].us, tile) for i, tile in enumerate(close))
+    return found
+
+
+def token_count(x: Rows | Tensor) -> int:
+    return (x.codes if isinstance(x, Rows) else x).shape[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m nybble.bench.kernels", description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try tiles and print the best per shape and batch")
+    parser.add_argument("--schemes", default=None, help="comma-separated names from formats.spec.SCHEMES")
+    parser.add_argument("--model", default="llama-2-13b", choices=MODELS)
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--every-kernel", action="store_true", help="time all kernels that accept, not the chosen one alone")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds")
+    parser.add_argument("--results", default=RESULTS)
+    options = parser.parse_args(arguments)
+    flush = lambda text: print(text, flush=True)  # noqa: E731, T201
+    tokens = [int(m) for m in options.tokens.split(",")]
+    schemes = {} if options.schemes is None else {"schemes": options.schemes.split(",")}
+    if options.sweep:
+        sweep(model=options.model, tokens=tokens, budget_s=options.budget, report=flush, **schemes)
+    else:
+        run(model=options.model, tokens=tokens, every_kernel=options.every_kernel, budget_s=options.budget,
+            results=options.results, report=flush, **schemes)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

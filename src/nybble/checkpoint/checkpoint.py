@@ -1,0 +1,225 @@
+"""A checkpoint as the rest of Nybble sees it: parameters by Hugging Face name, each a tensor or a canonical `QTensor`.
+
+It hides where they come from (safetensors, GGUF) and in which format they were. Nothing is read before it is asked for, and
+what nobody asked for is known at the end: `unread`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.checkpoint import foreign
+from nybble.checkpoint.compressed import read_compressed
+from nybble.checkpoint.gguf import GGUFStore
+from nybble.checkpoint.kv import FNUZ_TO_E4M3, kv_of_config, pair, read_scales, role_of
+from nybble.checkpoint.reading import AnyStore, LinearSource, Reading
+from nybble.checkpoint.store import Store
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import KV, Spec
+from nybble.text.errors import BrokenFile
+from nybble.text.gguf import find_gguf
+
+READERS: dict[str, Callable[[AnyStore, dict[str, Any]], Reading]] = {
+    "compressed-tensors": read_compressed,
+    "qqq": foreign.read_qqq,
+    "awq": foreign.read_awq,
+    "gptq": foreign.read_gptq,
+    "fp8": foreign.read_fp8,
+    "fbgemm_fp8": foreign.read_fbgemm_fp8,
+    "modelopt": foreign.read_modelopt,
+    "quark": foreign.read_quark,
+}
+# Where older tools left what is now config.json's quantization_config, and the method such a file without a name means.
+SIDE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+# Buffers that some checkpoints carry and every implementation computes.
+BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+
+
+class Checkpoint:
+    """path: as given. config: config.json (made up for a GGUF). Not for construction: see `open_checkpoint`."""
+
+    def __init__(self, path: Path, config: dict[str, Any], store: AnyStore, reading: Reading) -> None:
+        self.path, self.config = path, config
+        self._store, self._reading = store, reading
+        self._module_of = {f"{module}.weight": module for module in reading.linears}
+        consumed = {name for source in reading.linears.values() for name in source.tensors}
+        self._ignored = dict(reading.ignored)
+        for name in store.names():
+            if BUFFERS.search(name):
+                self._ignored[name] = "computed, not loaded"
+            elif name not in consumed and role_of(name) is not None:
+                self._ignored[name] = "KV cache scale"
+        hidden = consumed | self._ignored.keys()
+        self._plain = [name for name in store.names() if name not in hidden]
+        self._unread = dict.fromkeys([*self._module_of, *self._plain])
+        fnuz = "fnuz" in f"{config.get('kv_cache_torch_dtype')}{config.get('kv_cache_dtype')}"
+        self._scales = read_scales(path, store, FNUZ_TO_E4M3 if fnuz else 1.0)
+
+    @property
+    def kv(self) -> str | None:
+        """The KV type that the checkpoint asks for, a key of `formats.spec.KV`; None: it does not say. Raises ValueError when it
+        asks for one that cannot be had."""
+        own = (self.config.get("nybble") or {}).get("kv_cache")
+        wanted = own or self._reading.kv or kv_of_config(self.config)
+        if wanted is None and self._reading.kv_refusal:
+            raise ValueError(f"{self.path}: {self._reading.kv_refusal}")
+        if wanted is not None and wanted not in KV:
+            raise ValueError(f"{self.path} asks for KV cache {wanted!r}; known are {', '.join(KV)}")
+        if wanted == "fp8" and (missing := [n for n in range(self.config.get("num_hidden_layers", 0)) if n not in self._scales]):
+            warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there", stacklevel=2)
+        return wanted
+
+    @property
+    def scheme_name(self) -> str:
+        """"16bit", the name of the one scheme that all quantized linears share, or "mixed"."""
+        names = {source.scheme.name for source in self._reading.linears.values()}
+        return "mixed" if len(names) > 1 else names.pop() if names else "16bit"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype config.json names for what is not quantized; float32 when it names none."""
+        named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+        if named not in kinds:
+            raise ValueError(f"{self.path}: config.json names dtype {named!r}; float32, float16 and bfloat16 are supported")
+        return kinds[named]
+
+    def names(self) -> list[str]:
+        """Parameters: "model.layers.0.self_attn.q_proj.weight", "....bias", "model.norm.weight", ..."""
+        return [*self._module_of, *self._plain]
+
+    def has(self, name: str) -> bool:
+        return name in self._module_of or (self._store.has(name) and name in set(self._plain))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading it. Raises KeyError."""
+        source = self._source(name)
+        return source.shape if source else self._store.shape(name)
+
+    def get(self, name: str) -> Tensor | QTensor:
+        """A quantized linear's weight as a canonical `QTensor`, all else as stored. Raises KeyError naming what is missing,
+        ValueError for bytes that are not what the config says."""
+        source = self._source(name)
+        value = source.read() if source else self._store.tensor(name)
+        self._unread.pop(name, None)
+        return value
+
+    def act(self, name: str) -> Spec | None:
+        """How the inputs of the linear with this weight are quantized, None for 16 bits."""
+        source = self._source(name)
+        return source.scheme.act if source else None
+
+    def act_scale(self, name: str) -> float | None:
+        """The static activation scale (a multiplier) of the linear with this weight; None where it is computed at run time."""
+        source = self._source(name)
+        if source is None or source.input_scale is None:
+            return None
+        return float(self._store.tensor(source.input_scale).float().max())
+
+    def kv_scales(self, layer: int) -> tuple[float, float] | None:
+        """(K, V) multipliers of a layer's fp8 cache, None when the checkpoint has none. Raises ValueError for 0, < 0, NaN."""
+        return pair(self._scales[layer], layer) if layer in self._scales else None
+
+    def unread(self) -> list[str]:
+        """Tensors that nobody asked for. Left out are those with a reason: `ignored`."""
+        if "lm_head.weight" in self._unread and self.config.get("tie_word_embeddings"):
+            embedding = "model.embed_tokens.weight"
+            if self._store.has(embedding) and torch.equal(self._store.tensor(embedding), self._store.tensor("lm_head.weight")):
+                del self._unread["lm_head.weight"]
+                self._ignored["lm_head.weight"] = "equal to the embedding, to which it is tied"
+        return list(self._unread)
+
+    def ignored(self) -> dict[str, str]:
+        """Tensors that are rightly not loaded as parameters, with the reason."""
+        return dict(self._ignored)
+
+    def _source(self, name: str) -> LinearSource | None:
+        if name in self._module_of:
+            return self._reading.linears[self._module_of[name]]
+        if not self._store.has(name):
+            self._store.shape(name)  # raises KeyError with what is near
+        return None
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """path: a Hugging Face directory (16-bit, or quantized in one of `READERS`), or a .gguf.
+
+    Reads headers and configs only. Raises FileNotFoundError, BrokenFile (a ValueError) for damaged files, ValueError with the
+    reason for a format or scheme that is not supported.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no such checkpoint: {path} (a Hugging Face directory or a .gguf file)")
+    if file := find_gguf(path):
+        store = GGUFStore(file)
+        return Checkpoint(path, store.config, store, Reading())
+    if not path.is_dir() or not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} is neither a .gguf file nor a directory with a config.json")
+    config = _read_json(path / "config.json")
+    quantization = find_quantization(path, config)
+    if not quantization:
+        return Checkpoint(path, config, Store(path), Reading())
+    method = str(quantization.get("quant_method") or "").lower()
+    if method not in READERS:
+        raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16-bit weights are")
+    store = Store(path)
+    reading = READERS[method](store, quantization)
+    if not reading.linears:
+        raise ValueError(f"{path} says it is quantized with {method} but holds no linear in that format")
+    return Checkpoint(path, config, store, reading)
+
+
+def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization block, from config.json or from the file of its own that older tools wrote."""
+    block = config.get("quantization_config") or config.get("compression_config")
+    side = {name: _read_json(path / name) for name in SIDE_CONFIGS if (path / name).is_file()}
+    if block:
+        if block.get("quant_method") == "modelopt" and "hf_quant_config.json" in side:
+            block = {**side["hf_quant_config.json"].get("quantization", {}), **block}
+        if config.get("compression_config") and "quant_method" not in block:
+            block = {**block, "quant_method": "compressed-tensors"}
+        if "config_groups" in block and not block.get("quant_method"):
+            block = {**block, "quant_method": "compressed-tensors"}
+        return block
+    for name, content in side.items():
+        if name == "hf_quant_config.json":
+            return {"quant_method": "modelopt", **content.get("quantization", {})}
+        if content.get("quant_method"):
+            return content
+        if "desc_act" in content:
+            return {"quant_method": "gptq", **content}
+        if "wbits" in content:
+            return {"quant_method": "qqq", **content}
+        if "w_bit" in content or "zero_point" in content:
+            return {"quant_method": "awq", **content}
+        raise ValueError(f"{path / name} does not say which quantization method it is for (quant_method)")
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenFile(path, str(error)) from error
+    if not isinstance(value, dict):
+        raise BrokenFile(path, "it holds no JSON object")
+    return value
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)

@@ -1,0 +1,289 @@
+"""compressed-tensors, read and described: which linear is quantized how, and which bytes say so.
+
+Layouts follow the compressed-tensors package (pack-quantized, int-quantized, float-quantized, naive-quantized): codes are packed
+with 2^(bits - 1) added, weights along the input, zero points along the output. Scales are multipliers. `describe_linear` is the
+other direction, for the writer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.checkpoint.pack import pack_rows, unpack_rows
+from nybble.checkpoint.reading import (
+    AnyStore,
+    LinearSource,
+    Reading,
+    check_scale,
+    float_weight,
+    from_unsigned,
+    integer_spec,
+    modules_with,
+)
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import FP8, INT4, INT8, UINT4, Spec, scheme_of
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
+            "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None}
+
+
+def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+    """quantization: the `quantization_config` block. Raises ValueError for a scheme, format or transform not supported."""
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        block = quantization.get(key) or {}
+        if block.get("format", "dense") != "dense" or block.get("config_groups"):
+            raise ValueError(f"compressed-tensors {key} {block} is not supported: only dense, untransformed weights are")
+    groups = [_group(name, group, quantization) for name, group in (quantization.get("config_groups") or {}).items()]
+    ignore = quantization.get("ignore") or []
+    linears = {}
+    for module in modules_with(store, "weight_packed", "weight_scale"):
+        group = None if matches(module, ignore) else best_match(module, groups)
+        if group is None:
+            continue  # its scale tensors stay unread, and the loader says so
+        weights, act, form = group
+        linears[module] = _linear(store, module, weights, act, form)
+    for name in store.names():
+        module, _, last = name.rpartition(".")
+        quantized = last == "weight" and module not in linears and len(store.shape(name)) == 2 and "embed" not in module
+        if quantized and not matches(module, ignore) and best_match(module, groups) is not None:
+            raise ValueError(f"{module} should be quantized as {best_match(module, groups)[0]} but has no weight_scale")
+    kv, refusal = kv_of_scheme(quantization.get("kv_cache_scheme"))
+    return Reading(linears, kv, refusal)
+
+
+def kv_of_scheme(scheme: dict[str, Any] | None) -> tuple[str | None, str | None]:
+    """(KV key, None), or (None, why it cannot be had) for a `kv_cache_scheme`."""
+    if not scheme:
+        return None, None
+    bits, kind, strategy = scheme.get("num_bits"), scheme.get("type", "int"), scheme.get("strategy") or "tensor"
+    if (bits, kind) == (8, "float") and scheme.get("symmetric", True) and not scheme.get("dynamic") and strategy in ("tensor", "attn_head"):
+        return "fp8", None
+    return None, (f"its kv_cache_scheme is {bits}-bit {kind}, {strategy}: only 8-bit float, symmetric, static, per tensor or per "
+                  "head is supported; choose a KV type, e.g. --kv int8")
+
+
+def matches(module: str, targets: Iterable[str]) -> bool:
+    return any(_rank(module, target) is not None for target in targets)
+
+
+def _rank(module: str, target: str) -> int | None:
+    """0 for the module's own path, 1 for a regex, 2 for its class. The smallest wins, as in compressed-tensors."""
+    if target.startswith("re:"):
+        return 1 if re.match(target[3:], module) else None
+    if target == module:
+        return 0
+    return 2 if target == "Linear" and "embed" not in module else None
+
+
+Group = tuple[dict[str, Any], Spec | None, str]
+
+
+def best_match(module: str, groups: list[tuple[list[str], Group]]) -> Group | None:
+    found = [(rank, target, i) for i, (targets, _) in enumerate(groups) for target in targets
+             if (rank := _rank(module, target)) is not None]
+    return groups[min(found)[2]][1] if found else None
+
+
+def _group(name: str, group: dict[str, Any], quantization: dict[str, Any]) -> tuple[list[str], Group]:
+    weights, form = group.get("weights"), group.get("format") or quantization.get("format")
+    if group.get("output_activations"):
+        raise ValueError(f"config group {name!r} quantizes output activations, which is not supported")
+    if form not in FORMATS or not weights:
+        raise ValueError(f"config group {name!r} has format {form!r} with weights {weights}: "
+                         f"supported are {', '.join(FORMATS)}")
+    weights = _args(weights, name)
+    if weights["dynamic"] or (weights["type"] == "float") != (weights["num_bits"] == 8 and weights["type"] == "float"):
+        raise ValueError(f"config group {name!r}: {weights['num_bits']}-bit {weights['type']} weights are not supported")
+    return group.get("targets") or [], (weights, activation_spec(group.get("input_activations"), name), form)
+
+
+def _args(given: dict[str, Any], where: str) -> dict[str, Any]:
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise ValueError(f"config group {where!r} has keys that are not understood: {', '.join(sorted(unknown))}")
+    args = DEFAULTS | given
+    size = args["group_size"]
+    if args["strategy"] is None:
+        args["strategy"] = "tensor" if size is None else "group" if size > 0 else "channel"
+    if isinstance(args["block_structure"], str):
+        args["block_structure"] = [int(side) for side in args["block_structure"].split("x")]
+    if args["num_bits"] not in range(2, 9) or args["strategy"] not in ("tensor", "channel", "group", "block", "token"):
+        raise ValueError(f"config group {where!r}: {args['num_bits']} bits, strategy {args['strategy']!r} is not supported")
+    return args
+
+
+def activation_spec(given: dict[str, Any] | None, where: str = "") -> Spec | None:
+    """What `input_activations` asks for. Raises ValueError for widths other than 8 bits."""
+    if not given:
+        return None
+    args = _args(given, where)
+    kind = (args["type"], args["num_bits"])
+    if kind == ("float", 16):
+        return None
+    nums = {("int", 8): INT8, ("float", 8): FP8}
+    tiles = {"token": (1, None), "tensor": (None, None), "group": (1, args["group_size"])}
+    if kind not in nums or args["strategy"] not in tiles:
+        raise ValueError(f"config group {where!r}: {kind[1]}-bit {kind[0]} activations per {args['strategy']} are not supported")
+    return Spec(nums[kind], tiles[args["strategy"]], zero=not args["symmetric"], dynamic=bool(args["dynamic"]))
+
+
+def _linear(store: AnyStore, module: str, args: dict[str, Any], act: Spec | None, form: str) -> LinearSource:
+    name = lambda last: f"{module}.{last}"  # noqa: E731
+    input_scale = name("input_scale") if act is not None and not act.dynamic else None
+    static = [n for n in (input_scale, name("input_zero_point")) if n is not None and store.has(n)]
+    if input_scale is not None and not store.has(input_scale):
+        raise ValueError(f"{module} has static activations but no {input_scale}")
+    if args["type"] == "float":
+        block = tuple(args["block_structure"]) if args["strategy"] == "block" else None
+        return float_weight(store, module, name("weight_scale"), act, block, input_scale=input_scale)
+    bits, packed = args["num_bits"], store.has(name("weight_packed"))
+    if packed:
+        n, words = store.shape(name("weight_packed"))
+        k = _declared_shape(store, module, (n, words * 32 // bits))[1]
+    else:
+        if store.dtype(name("weight")) != torch.int8:
+            raise ValueError(f"{name('weight')} is {store.dtype(name('weight'))}, not int8 as format {form!r} says")
+        n, k = store.shape(name("weight"))
+    scales = store.shape(name("weight_scale"))
+    if args["strategy"] == "block":
+        tile = tuple(args["block_structure"])
+        columns = -(-k // tile[1])
+    else:
+        group = args["group_size"] if args["strategy"] == "group" else None
+        group = None if group is not None and group >= k else group
+        columns = 1 if group is None else -(-k // group)
+        tile = (None if args["strategy"] == "tensor" else 1, group)
+    rows = 1 if tile[0] is None else -(-n // tile[0])
+    if scales not in ((rows, columns), (rows * columns,)) and not (rows == columns == 1 and scales == ()):
+        raise ValueError(f"{name('weight_scale')} has shape {list(scales)}; weights [{n}, {k}] in {args['strategy']} want "
+                         f"[{rows}, {columns}]")
+    zero = name("weight_zero_point") if not args["symmetric"] else None
+    order = name("weight_g_idx") if store.has(name("weight_g_idx")) else None
+    spec = Spec(integer_spec(bits, tile[1], zero is not None).num, tile, zero=zero is not None)
+
+    def read() -> QTensor:
+        scale = check_scale(store.tensor(name("weight_scale")).float().reshape(rows, columns), name("weight_scale"))
+        middle = 1 << (bits - 1)
+        if packed:
+            codes = unpack_rows(store.tensor(name("weight_packed")), bits, k)
+        else:
+            codes = (store.tensor(name("weight")).to(torch.int16) + middle).to(torch.uint8)
+        zeros = None
+        if zero is not None:
+            stored = store.tensor(zero)
+            zeros = (unpack_rows(stored.t().contiguous(), bits, n).t().to(torch.int16) if stored.dtype == torch.int32 and packed
+                     else stored.to(torch.int16) + middle).reshape(rows, columns)
+        groups = store.tensor(order) if order else None
+        if groups is not None and bool((groups < 0).all()):
+            groups = None  # how the package marks an unused one
+        weight = from_unsigned(codes, bits, scale, zeros, tile[1], groups)
+        return QTensor(spec, weight.codes, weight.scale, weight.zero, order=weight.order)
+
+    names = [name("weight_packed" if packed else "weight"), name("weight_scale"), *([name("weight_shape")] if packed else []),
+             *([zero] if zero else []), *([order] if order else []), *static]
+    for spare in ("weight_zero_point",):  # older versions store zeros for symmetric weights too
+        if zero is None and store.has(name(spare)):
+            names.append(name(spare))
+    return LinearSource((n, k), scheme_of(spec, act), tuple(names), read, input_scale)
+
+
+def _declared_shape(store: AnyStore, module: str, packed: tuple[int, int]) -> tuple[int, int]:
+    declared = tuple(store.tensor(f"{module}.weight_shape").tolist())
+    n, most = packed
+    if len(declared) != 2 or declared[0] != n or not most - 32 < declared[1] <= most:
+        raise ValueError(f"{module}.weight_shape says {list(declared)}, but weight_packed holds [{n}, {most}]")
+    return declared
+
+
+def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """(format, weights args, input_activations args) that say what `q` and `act` are. Raises ValueError when nothing does."""
+    spec = q.spec
+    if spec.over is not None:
+        raise ValueError("compressed-tensors cannot say that group scales live on an int8 grid (QQQ g128): write it as QQQ")
+    strategy = {(None, None): "tensor", (1, None): "channel"}.get(spec.tile) or ("group" if spec.tile[0] == 1 else "block")
+    kind = "float" if spec.num.kind == "float" else "int"
+    weights = {"num_bits": spec.num.bits, "type": kind, "symmetric": not spec.zero, "strategy": strategy, "dynamic": False}
+    if strategy == "group":
+        weights["group_size"] = spec.tile[1]
+    if strategy == "block":
+        weights["block_structure"] = list(spec.tile)
+    if q.order is not None:
+        weights["actorder"] = "group"
+    if spec.num not in (INT4, UINT4, INT8, FP8) or (strategy == "block" and kind == "int"):
+        raise ValueError(f"{spec} cannot be written as compressed-tensors")
+    form = "float-quantized" if kind == "float" else "int-quantized" if act is not None and spec.num.bits == 8 else "pack-quantized"
+    return form, weights, None if act is None else _activation_args(act)
+
+
+def _activation_args(act: Spec) -> dict[str, Any]:
+    strategy = {(1, None): "token", (None, None): "tensor"}.get(act.tile, "group")
+    args = {"num_bits": act.num.bits, "type": act.num.kind, "symmetric": not act.zero, "strategy": strategy, "dynamic": act.dynamic}
+    return args | ({"group_size": act.tile[1]} if strategy == "group" else {})
+
+
+def encode_linear(module: str, q: QTensor, form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors that hold `q` in a format that `describe_linear` chose; scales in the model's `dtype`.
+
+    Raises ValueError when a scale is not representable in it: it must be rounded before codes are chosen, not after.
+    """
+    scale = q.scale.to(dtype)
+    if not torch.equal(scale.float(), q.scale):
+        worst = ((scale.float() - q.scale).abs() / q.scale.abs().clamp_min(1e-30)).max()
+        raise ValueError(f"{module}: rounding its scales to {dtype} changes them (by up to {worst:.1e} of their value); "
+                         "quantize with scales rounded to the model's dtype")
+    if q.spec.tile == (None, None):
+        scale = scale.reshape(1)
+    tensors = {f"{module}.weight_scale": scale.contiguous()}
+    if form != "pack-quantized":
+        tensors[f"{module}.weight"] = q.codes.contiguous()
+        if q.zero is not None:
+            tensors[f"{module}.weight_zero_point"] = _integers(module, q.zero).to(torch.int8)
+        return tensors
+    bits = q.spec.num.bits
+    unsigned = 0 if q.spec.num == UINT4 else 1 << (bits - 1)
+    tensors[f"{module}.weight_packed"] = pack_rows(q.codes.to(torch.int16) + unsigned, bits)
+    tensors[f"{module}.weight_shape"] = torch.tensor(q.shape, dtype=torch.int64)
+    if q.zero is not None:
+        tensors[f"{module}.weight_zero_point"] = pack_rows((_integers(module, q.zero) + unsigned).t(), bits).t().contiguous()
+    if q.order is not None:
+        tensors[f"{module}.weight_g_idx"] = q.order.to(torch.int32)
+    return tensors
+
+
+def _integers(module: str, zero: Tensor) -> Tensor:
+    rounded = zero.round()
+    if not torch.equal(rounded, zero):
+        raise ValueError(f"{module}: its zero points are not integers, which compressed-tensors cannot hold")
+    return rounded.to(torch.int16)
+
+
+def config_groups(linears: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]], plain: list[str]) -> dict[str, Any]:
+    """The `quantization_config` for described linears, with as few targets as say it exactly. plain: modules that stay 16-bit.
+
+    One way for all: the class "Linear". Several: a regex on the last name where all its modules agree (every down_proj), else
+    exact paths.
+    """
+    kinds: dict[str, list[str]] = {}
+    bodies: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {}
+    for module, described in linears.items():
+        key = repr(described)
+        kinds.setdefault(key, []).append(module)
+        bodies[key] = described
+    last = lambda module: module.rsplit(".", 1)[-1]  # noqa: E731
+    groups = {}
+    for i, (key, modules) in enumerate(sorted(kinds.items(), key=lambda item: -len(item[1]))):
+        others = {last(m) for other, ms in kinds.items() if other != key for m in ms} | {last(m) for m in plain}
+        clear = [name for name in dict.fromkeys(map(last, modules)) if name not in others]
+        targets = [rf"re:.*\.{re.escape(name)}$" for name in clear] + [m for m in modules if last(m) not in clear]
+        form, weights, act = bodies[key]
+        groups[f"group_{i}"] = {"targets": ["Linear"] if len(kinds) == 1 else targets, "weights": weights,
+                                "input_activations": act, "output_activations": None, "format": form}
+    forms = {described[0] for described in linears.values()}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups,
+            "format": forms.pop() if len(forms) == 1 else "mixed-precision", "ignore": sorted(plain), "kv_cache_scheme": None,
+            "global_compression_ratio": None}

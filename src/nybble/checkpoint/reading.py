@@ -1,0 +1,106 @@
+"""What a format's reader returns: for every quantized linear, what it is and how to get it.
+
+Made when a checkpoint is opened, before any weight is read, so that what cannot be served is refused at once and by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nybble.checkpoint.gguf import GGUFStore
+from nybble.checkpoint.store import Store
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import FP8, FP8_E5M2, INT4, INT8, UINT4, Num, Scheme, Spec, scheme_of
+
+AnyStore = Store | GGUFStore
+
+
+@dataclass(frozen=True)
+class LinearSource:
+    """tensors: the names in the file that it is made of. read: those bytes as a canonical `QTensor`.
+    input_scale: name of the static activation scale's tensor, if there is one."""
+
+    shape: tuple[int, int]
+    scheme: Scheme
+    tensors: tuple[str, ...]
+    read: Callable[[], QTensor]
+    input_scale: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """linears: by module name. kv: what the checkpoint's KV cache wants, a key of formats.spec.KV, or None. kv_refusal: why the
+    KV type it asks for cannot be had. ignored: tensors that are rightly left unread, with the reason."""
+
+    linears: dict[str, LinearSource] = field(default_factory=dict)
+    kv: str | None = None
+    kv_refusal: str | None = None
+    ignored: dict[str, str] = field(default_factory=dict)
+
+
+def modules_with(store: AnyStore, *suffixes: str) -> list[str]:
+    """Modules that own a tensor of one of these names, in file order."""
+    ends = tuple("." + suffix for suffix in suffixes)
+    found = (name.rsplit(".", 1)[0] for name in store.names() if name.endswith(ends))
+    return list(dict.fromkeys(found))
+
+
+def integer_spec(bits: int, group: int | None, zero: bool) -> Spec:
+    """Where codes of `bits` live without change: 2..4 bits in int4 (uint4 with zero points), 5..8 in int8 (always signed).
+    group: input channels per scale, None = all."""
+    num: Num = (UINT4 if zero else INT4) if bits <= 4 else INT8
+    return Spec(num, (1, group), zero=zero)
+
+
+def from_unsigned(codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int | None,
+                  order: Tensor | None = None) -> QTensor:
+    """Canonical weight from unsigned codes. codes: uint8 [N, K] in 0 .. 2^bits - 1. scale: float [N, S]. zero: integers
+    [N, S], unsigned as the codes, or None for the symmetric 2^(bits - 1). group: input channels per scale, None = all.
+    order: [K] group of each input channel, dropped when it is k // group."""
+    middle = 1 << (bits - 1)
+    k = codes.shape[1]
+    spec = integer_spec(bits, group, zero is not None)
+    shift = middle if zero is None or bits > 4 else 0
+    if order is not None and (scale.shape[1] == 1 or torch.equal(order.long(), torch.arange(k) // (group or k))):
+        order = None
+    return QTensor(spec, (codes.to(torch.int16) - shift).to(torch.int8), scale.float().contiguous(),
+                   None if zero is None else (zero.float() - shift).contiguous(), order=None if order is None else order.long())
+
+
+def float_weight(store: AnyStore, module: str, scale_name: str, act: Spec | None, block: tuple[int, int] | None = None,
+                 divide: bool = False, input_scale: str | None = None) -> LinearSource:
+    """An FP8 weight `module.weight` with its scale tensor: one for all ([], [1], [1, 1]), one per row ([N], [N, 1]) or one per
+    block. divide: the stored scale is a divisor. Raises ValueError when the two do not belong together."""
+    weight = f"{module}.weight"
+    shape, dtype, found = store.shape(weight), store.dtype(weight), store.shape(scale_name)
+    nums = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8_E5M2}
+    if dtype not in nums or len(shape) != 2:
+        raise ValueError(f"{weight} is {dtype} {list(shape)}, not an FP8 matrix as its scale {scale_name} says")
+    n, k = shape
+    blocks = None if block is None else (-(-n // block[0]), -(-k // block[1]))
+    if blocks is not None and found == blocks:
+        tile, as_shape = block, blocks
+    elif all(d == 1 for d in found):
+        tile, as_shape = (None, None), (1, 1)
+    elif found in ((n,), (n, 1)):
+        tile, as_shape = (1, None), (n, 1)
+    else:
+        raise ValueError(f"{scale_name} has shape {list(found)}, which fits no scale of {weight} {list(shape)}")
+
+    def read() -> QTensor:
+        scale = store.tensor(scale_name).float().reshape(as_shape)
+        return QTensor(spec, store.tensor(weight), check_scale(1 / scale if divide else scale, scale_name))
+
+    spec = Spec(nums[dtype], tile)
+    names = (weight, scale_name, *([input_scale] if input_scale else []))
+    return LinearSource((n, k), scheme_of(spec, act), names, read, input_scale)
+
+
+def check_scale(scale: Tensor, name: str) -> Tensor:
+    if not torch.isfinite(scale).all():
+        raise ValueError(f"{name} holds NaN or infinity: the checkpoint is damaged")
+    return scale

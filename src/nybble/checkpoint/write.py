@@ -1,0 +1,186 @@
+"""Writing a compressed-tensors checkpoint that vLLM, SGLang and transformers read, tokenizer and chat template included.
+
+Tensors are taken one at a time and leave memory with their shard. The directory appears under its name only when it is
+complete: until then it is NAME.partial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nybble.checkpoint.checkpoint import Checkpoint
+from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear
+from nybble.checkpoint.kv import role_of
+from nybble.checkpoint.store import INDEX
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import KV, Scheme
+from nybble.text import load_tokenizer
+from nybble.text.gguf import find_gguf
+
+SHARD_BYTES = 5_000_000_000
+CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+           "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*")
+# What the source says about its own quantization, and is not true of what is written.
+STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "nybble")
+
+
+def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor | QTensor]],
+                     schemes: Mapping[str, Scheme], kv: str | None, source: Checkpoint, recipe: Mapping[str, Any],
+                     shard_bytes: int = SHARD_BYTES) -> None:
+    """out: a directory, replaced if Nybble wrote it. config: of the source. tensors: (parameter name, value), any order; linears
+    to quantize as `QTensor` whose scales the model's dtype can hold; FP8 KV scales as "...self_attn.k_scale", "...v_scale".
+    schemes: by linear module (say what its activations are). kv: key of `formats.spec.KV` to serve with. recipe: how it was made.
+
+    Raises FileExistsError for a directory that is not ours, ValueError for what compressed-tensors cannot say, and leaves
+    nothing behind then.
+    """
+    out = Path(out)
+    _check_target(out, source)
+    if kv is not None and kv not in KV:
+        raise ValueError(f"KV cache {kv!r} is not known; {', '.join(KV)} are")
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        dtype = source.dtype
+        described, plain, scales = {}, [], set()
+        shards = _Shards(partial, shard_bytes)
+        for name, value in tensors:
+            module, _, last = name.rpartition(".")
+            if isinstance(value, QTensor):
+                scheme = schemes.get(module)
+                described[module] = describe_linear(value, scheme.act if scheme else None)
+                for encoded in encode_linear(module, value, described[module][0], dtype).items():
+                    shards.add(*encoded)
+                continue
+            if last == "weight" and value.dim() == 2 and "embed" not in module:
+                plain.append(module)
+            if role_of(name) in ("k", "v"):
+                scales.add(name)
+                value = value.reshape(1)
+            shards.add(name, value)
+        shards.finish()
+        if not described:
+            raise ValueError("nothing was quantized: there is nothing to write as compressed-tensors")
+        if "lm_head" not in described and "lm_head" not in plain:
+            plain.append("lm_head")  # tied to the embedding: the module exists without a tensor
+        written = {key: value for key, value in config.items() if key not in STALE}
+        written["torch_dtype"] = str(dtype).removeprefix("torch.")
+        written.pop("dtype", None)
+        written["quantization_config"] = config_groups(described, plain) | {"kv_cache_scheme": _kv_scheme(kv, scales, config)}
+        written["nybble"] = {"kv_cache": kv, "recipe": dict(recipe)}
+        _write_json(partial / "config.json", written)
+        _carry_text(source.path, partial)
+        _replace(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _kv_scheme(kv: str | None, scales: set[str], config: dict[str, Any]) -> dict[str, Any] | None:
+    """What `kv_cache_scheme` can say: fp8 with static scales. Raises ValueError when only some layers have them."""
+    if not scales:
+        return None
+    layers = config.get("num_hidden_layers", 0)
+    if kv != "fp8" or len(scales) != 2 * layers:
+        raise ValueError(f"{len(scales)} KV scales for {layers} layers and KV cache {kv!r}: an fp8 cache wants a K and a V scale "
+                         "for every layer, other caches none")
+    return {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+class _Shards:
+    """Collects tensors and writes a file whenever the next would not fit."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.waiting: dict[str, Tensor] = {}
+        self.size = self.total = 0
+        self.files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if name in self.waiting or any(name in names for names in self.files):
+            raise ValueError(f"tensor {name!r} was given twice")
+        if self.waiting and self.size + size > self.limit:
+            self._flush()
+        self.waiting[name] = tensor.detach().cpu().contiguous()
+        self.size += size
+        self.total += size
+
+    def finish(self) -> None:
+        """Name the files as transformers expects, with an index when there are several."""
+        self._flush()
+        count = len(self.files)
+        if count == 1:
+            (self.folder / "0.tmp").rename(self.folder / "model.safetensors")
+            return
+        where = {}
+        for i, names in enumerate(self.files):
+            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+            (self.folder / f"{i}.tmp").rename(self.folder / file)
+            where |= dict.fromkeys(names, file)
+        _write_json(self.folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": where})
+
+    def _flush(self) -> None:
+        # A view of a larger storage (a memory-mapped source, tied weights) would be refused or written twice: copy it.
+        own = {name: t.clone() if t.untyped_storage().nbytes() != t.numel() * t.element_size() else t
+               for name, t in self.waiting.items()}
+        seen: set[int] = set()
+        for name, tensor in own.items():
+            if tensor.data_ptr() in seen and tensor.numel():
+                own[name] = tensor.clone()
+            seen.add(own[name].data_ptr())
+        save_file(own, str(self.folder / f"{len(self.files)}.tmp"), metadata={"format": "pt"})
+        self.files.append(list(self.waiting))
+        self.waiting, self.size = {}, 0
+
+
+def _carry_text(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation defaults: copied, or made from a GGUF's vocabulary."""
+    if find_gguf(source):
+        load_tokenizer(source).save(folder)
+        return
+    for pattern in CARRIED:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+    if (source / "additional_chat_templates").is_dir():
+        shutil.copytree(source / "additional_chat_templates", folder / "additional_chat_templates")
+
+
+def _check_target(out: Path, source: Checkpoint) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if out.resolve() == source.path.resolve():
+        raise FileExistsError(f"{out} is the checkpoint that is being read: choose another output directory")
+    ours = out.is_dir() and not out.is_symlink() and (not any(out.iterdir()) or _is_ours(out / "config.json"))
+    if not ours:
+        raise FileExistsError(f"{out} exists and was not written by Nybble, so it is not replaced: choose another output directory")
+
+
+def _is_ours(config: Path) -> bool:
+    try:
+        return "nybble" in json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _replace(partial: Path, out: Path) -> None:
+    old = out.with_name(out.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.replace(out, old)
+    os.replace(partial, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

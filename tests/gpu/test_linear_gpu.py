@@ -1,0 +1,151 @@
+"""The same linears on the GPU: bitwise where integer, one result whatever the batch, nothing written past the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from nybble.formats.numerics import quantize_weight
+from nybble.formats.qtensor import QTensor, dequantize
+from nybble.formats.spec import SCHEMES, Scheme
+from nybble.kernels import linear_triton
+from nybble.kernels.linear_triton import Tile
+from nybble.kernels.registry import LinearShape, choose, linear_kernels
+from nybble.kernels.types import Rows
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+SHAPES = [(256, 512), (960, 576), (5120, 5120), (6016, 2944)]
+TOKENS = [1, 3, 16, 17, 24, 48, 64, 96, 128, 160, 257, 1030]
+QUANTIZED = ["w4a8", "w8a8", "w4a8_qqq_g128", "w4a8_g128", "w4a8_g64", "w4a8_g32"]
+
+
+def weight_of(scheme: Scheme, n: int, k: int) -> QTensor:
+    spec = scheme.weight
+    assert spec is not None
+    groups = k // (spec.group or k)
+    if spec.over is not None:
+        codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=CUDA)
+        scale = torch.rand(n, groups, device=CUDA) * 17
+        return QTensor(spec, codes, scale, None, torch.rand(n, 1, device=CUDA) / k)
+    w = torch.randn(n, k, device=CUDA)
+    scale = w.view(n, groups, -1).abs().amax(-1) / (7 if spec.num.bits == 4 else 127)
+    zero = torch.rand(n, groups, device=CUDA) * 15 if spec.zero else None
+    return quantize_weight(w, spec, scale, zero)
+
+
+def rows_of(tokens: int, k: int) -> Rows:
+    codes = torch.randint(-127, 128, (tokens, k), dtype=torch.int8, device=CUDA)
+    codes[-1] = torch.where(codes[-1] < 0, -127, 127)
+    codes[0] = 0 if tokens > 1 else codes[0]
+    return Rows(codes, torch.rand(tokens, device=CUDA) + 0.5)
+
+
+def ask(name: str, n: int, k: int) -> LinearShape:
+    return LinearShape(SCHEMES[name], n, k, CUDA, torch.bfloat16)
+
+
+def whole_groups(name: str, k: int) -> bool:
+    weight = SCHEMES[name].weight
+    return weight is not None and k % (weight.group or k) == 0
+
+
+def relative(out: torch.Tensor, want: torch.Tensor) -> float:
+    return ((out.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_against_float64_and_one_result_for_every_batch(name: str, shape: tuple[int, int]) -> None:
+    n, k = shape
+    if not whole_groups(name, k):
+        pytest.skip("whole groups only")
+    weight, all_rows = weight_of(SCHEMES[name], n, k), rows_of(max(TOKENS), k)
+    kernel = choose(ask(name, n, k)).kernel
+    assert kernel.name != "torch int8"
+    packed = kernel.pack(weight, ask(name, n, k))
+    want = (all_rows.codes.double() * all_rows.scale.double()[:, None]) @ dequantize(weight, torch.float64).t()
+    whole = kernel.run(packed, all_rows)
+    assert relative(whole, want) < 3e-3  # bf16 rounding of the output
+    for tokens in TOKENS:
+        part = Rows(all_rows.codes[:tokens], all_rows.scale[:tokens])
+        assert torch.equal(kernel.run(packed, part), whole[:tokens]), f"{tokens} tokens differ from {max(TOKENS)}"
+
+
+@pytest.mark.parametrize("name", ["w4a8", "w8a8"])
+def test_per_channel_is_bitwise_the_integer_reference(name: str) -> None:
+    n, k = 960, 576
+    shape = replace(ask(name, n, k), dtype=torch.float32)
+    weight, x = weight_of(SCHEMES[name], n, k), rows_of(130, k)
+    exact = (x.codes.double() @ weight.codes.double().t()).float() * weight.scale.t() * x.scale[:, None]
+    for kernel in linear_kernels(CUDA):
+        if kernel.accepts(shape) is None:
+            assert torch.equal(kernel.run(kernel.pack(weight, shape), x), exact), kernel.name
+
+
+@pytest.mark.parametrize("name", ["w4a8", "w8a8", "w4a8_g128", "w4a16_g128"])
+def test_tile_and_split_change_nothing(name: str) -> None:
+    n, k, tokens = 640, 3072, 37
+    weight = weight_of(SCHEMES[name], n, k)
+    x = rows_of(tokens, k) if SCHEMES[name].act else torch.randn(tokens, k, device=CUDA, dtype=torch.bfloat16)
+    kernel = choose(ask(name, n, k), linear_triton.KERNELS).kernel
+    packed = kernel.pack(weight, ask(name, n, k))
+    tiles = [
+        Tile(64, 16, 128, 4, 4, 4),
+        Tile(64, 64, 128, 4, 3, 4),
+        Tile(128, 64, 128, 1, 3, 8),
+        Tile(128, 32, 128, 4, 3, 4, 1),
+    ]
+    outs = [kernel.run(linear_triton.with_tile(packed, tile), x) for tile in tiles]
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    for _ in range(50):  # a race between split programs would show
+        assert torch.equal(kernel.run(linear_triton.with_tile(packed, tiles[0]), x), outs[0])
+    assert not packed.arrivals.any()
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_g32", "w4a16_g64", "w4a16_g128", "w4a16_zero_g128"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_w4a16(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    n, k = shape
+    if not whole_groups(name, k):
+        pytest.skip("whole groups only")
+    weight, x = weight_of(SCHEMES[name], n, k), torch.randn(130, k, device=CUDA, dtype=dtype)
+    kernel = choose(replace(ask(name, n, k), dtype=dtype), linear_triton.KERNELS).kernel
+    packed = kernel.pack(weight, replace(ask(name, n, k), dtype=dtype))
+    want = x.double() @ dequantize(weight, torch.float64).t()
+    whole = kernel.run(packed, x)
+    assert relative(whole, want) < SCHEMES[name].tol
+    for tokens in (1, 16, 33, 65):
+        assert torch.equal(kernel.run(packed, x[:tokens]), whole[:tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 128])
+def test_nothing_is_written_or_read_past_the_end(tokens: int) -> None:
+    """Input and weight sit before poison; a read past the end would meet it, a write would change it."""
+    n, k = 200, 576
+    weight, x = weight_of(SCHEMES["w4a8"], n, k), rows_of(tokens, k)
+    shape = replace(ask("w4a8", n, k), dtype=torch.float32)
+    poisoned = torch.full((tokens * k + 4096,), 127, dtype=torch.int8, device=CUDA)
+    poisoned[: tokens * k] = x.codes.view(-1)
+    x = Rows(poisoned[: tokens * k].view(tokens, k), x.scale)
+    exact = (x.codes.double() @ weight.codes.double().t()).float() * weight.scale.t() * x.scale[:, None]
+    for kernel in linear_kernels(CUDA):
+        if kernel.accepts(shape) is None:
+            assert torch.equal(kernel.run(kernel.pack(weight, shape), x), exact), kernel.name
+    assert (poisoned[tokens * k :] == 127).all()
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 1003])
+def test_logits(vocabulary: int) -> None:
+    hidden = torch.randn(130, 576, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(vocabulary, 576, device=CUDA, dtype=torch.bfloat16)
+    out = linear_triton.logits(hidden, weight)
+    assert (out - hidden.double() @ weight.double().t()).abs().max().item() < 1e-3
+    for rows in (slice(0, 1), slice(5, 40), slice(64, 130)):
+        assert torch.equal(linear_triton.logits(hidden[rows], weight), out[rows])

@@ -1,0 +1,111 @@
+"""Every linear compiles for every GPU we name, without a GPU, and uses its integer (or 16-bit) matrix instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from nybble.kernels import linear_triton  # noqa: E402
+from nybble.kernels.linear_triton import Tile  # noqa: E402
+
+TARGETS = {
+    **{f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 89, 90, 100, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SMALL = Tile(64, 64, 128, 1, 3, 4)
+POINTERS = {"X": "*i8", "XS": "*fp32", "W": "*i8", "WS": "*fp32", "WZ": "*bf16", "WR": "*bf16", "Y": "*bf16",
+            "partials": "*i32", "arrivals": "*i32"}  # fmt: skip
+
+
+def compile_for(target: GPUTarget, kernel: Any, tile: Tile, types: dict[str, str] | None = None, **flags: Any) -> Any:
+    names = kernel.arg_names
+    constants = {"BN": tile.BN, "BM": tile.BM, "BK": tile.BK, "SPLIT": tile.split, "ORDER": tile.order, "STAGES": tile.stages}
+    constants |= {"EVEN": True, "PDL": False, "SEGMENTS": 1, "ASM": target.backend == "cuda"} | flags
+    constants = {name: value for name, value in constants.items() if name in names}
+    pointers = POINTERS | (types or {})
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    aligned = [n for n in names if n in pointers or n in ("N", "K", "KP", "NP")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): v for n, v in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def spilled_bytes(compiled: Any, tmp_path: Path) -> int:
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return sum(int(v) for v in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
+
+
+def instructions(compiled: Any) -> str:
+    return compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+
+
+INTEGER = {"sm_90": r"wgmma\.mma_async\S*\.s32\.s8\.s8", "gfx942": r"v_mfma_i32_\S*i8"}
+FLOAT = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "gfx942": r"v_mfma_f32_\S*bf16"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_int4_and_int8_per_channel(name: str) -> None:
+    for bits in (4, 8):
+        compiled = compile_for(TARGETS[name], linear_triton.int_linear, SMALL, BITS=bits)
+        assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32"), instructions(compiled))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_int4_groups(name: str) -> None:
+    compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, {"partials": "*fp32"}, GROUP=64, SEGMENTS=4)
+    assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32"), instructions(compiled))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_w4a16(name: str) -> None:
+    cuda = TARGETS[name].backend == "cuda"
+    assembly = [linear_triton.float_assembly(False, high) if cuda else "" for high in (False, True)]
+    types = {"X": "*bf16", "WS": "*bf16", "partials": "*fp32"}
+    flags = {"GROUP": 128, "ZERO": True, "ASM_LO": assembly[0], "ASM_HI": assembly[1]}
+    compiled = compile_for(TARGETS[name], linear_triton.float_linear, SMALL, types, **flags)
+    pattern = r"tcgen05\.mma\S*|mma\.sync\S*\.f32\.bf16\.bf16\.f32"
+    assert re.search(FLOAT.get(name, pattern), instructions(compiled))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits(name: str) -> None:
+    types = {"X": "*bf16", "W": "*bf16", "Y": "*fp32"}
+    compiled = compile_for(TARGETS[name], linear_triton.dense_linear, Tile(64, 64, 64, 1, 3, 4), types)
+    pattern = r"tcgen05\.mma\S*|mma\.sync\S*\.f32\.bf16\.bf16\.f32"
+    assert re.search(FLOAT.get(name, pattern), instructions(compiled))
+
+
+def rows_in_use() -> list[linear_triton.Row]:
+    seen = {(row.kind, row.tile): row for row in linear_triton.TILES["hopper"]}
+    return [row for row in seen.values() if row.kind in ("int4", "group")]
+
+
+@pytest.mark.parametrize("row", rows_in_use(), ids=lambda row: f"{row.kind}-{'x'.join(map(str, row.tile))}")
+def test_hopper_tiles_keep_weights_in_registers_and_spill_nothing(row: linear_triton.Row, tmp_path: Path) -> None:
+    tile = row.tile._replace(split=row.tile.split or 4)
+    if row.kind == "int4":
+        compiled = compile_for(TARGETS["sm_90"], linear_triton.int_linear, tile, BITS=4)
+    else:
+        types = {"partials": "*fp32", "WS": "*bf16"}
+        compiled = compile_for(TARGETS["sm_90"], linear_triton.group_linear, tile, types, GROUP=128, SEGMENTS=4)
+    assert spilled_bytes(compiled, tmp_path) == 0
+    # a register operand is a brace list of four, a shared-memory one a 64-bit descriptor
+    products = re.findall(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*(\S)", instructions(compiled))
+    assert products
+    assert set(products) == {"{"}
+    assert compiled.metadata.shared <= 227 * 1024
