@@ -1,4 +1,4 @@
-"""Checkpoints: bytes to tensors and back. Reads Hugging Face directories, GGUF and other tools' formats; writes compressed-tensors."""
+"""Checkpoints: bytes to tensors and back. Reads Hugging Face, GGUF and other tools' formats; writes compressed-tensors."""
 
 from nybble.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from nybble.checkpoint.write import write_checkpoint

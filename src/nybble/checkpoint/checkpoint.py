@@ -65,15 +65,17 @@ class Checkpoint:
 
     @property
     def kv(self) -> str | None:
-        """The KV type that the checkpoint asks for, a key of `formats.spec.KV`; None: it does not say. Raises ValueError when it
-        asks for one that cannot be had."""
+        """The KV type that the checkpoint asks for, a key of `formats.spec.KV`; None: it does not say.
+
+        Raises ValueError when it asks for one that cannot be had."""
         own = (self.config.get("nybble") or {}).get("kv_cache")
         wanted = own or self._reading.kv or kv_of_config(self.config)
         if wanted is None and self._reading.kv_refusal:
             raise ValueError(f"{self.path}: {self._reading.kv_refusal}")
         if wanted is not None and wanted not in KV:
             raise ValueError(f"{self.path} asks for KV cache {wanted!r}; known are {', '.join(KV)}")
-        if wanted == "fp8" and (missing := [n for n in range(self.config.get("num_hidden_layers", 0)) if n not in self._scales]):
+        missing = [n for n in range(self.config.get("num_hidden_layers", 0)) if n not in self._scales]
+        if wanted == "fp8" and missing:
             warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there", stacklevel=2)
         return wanted
 
@@ -169,7 +171,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return Checkpoint(path, config, Store(path), Reading())
     method = str(quantization.get("quant_method") or "").lower()
     if method not in READERS:
-        raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16-bit weights are")
+        raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16 bits are")
     store = Store(path)
     reading = READERS[method](store, quantization)
     if not reading.linears:

@@ -1,8 +1,8 @@
 """compressed-tensors, read and described: which linear is quantized how, and which bytes say so.
 
-Layouts follow the compressed-tensors package (pack-quantized, int-quantized, float-quantized, naive-quantized): codes are packed
-with 2^(bits - 1) added, weights along the input, zero points along the output. Scales are multipliers. `describe_linear` is the
-other direction, for the writer.
+Layouts follow the compressed-tensors package (pack-quantized, int-quantized, float-quantized, naive-quantized): codes are
+packed with 2^(bits - 1) added, weights along the input, zero points along the output. Scales are multipliers.
+`describe_linear` and `encode_linear` are the other direction, for the writer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from nybble.formats.spec import FP8, INT4, INT8, UINT4, Spec, scheme_of
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
-            "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None}
+            "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None, "observer": None,
+            "observer_kwargs": None}
 
 
 def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
-    """quantization: the `quantization_config` block. Raises ValueError for a scheme, format or transform not supported."""
+    """quantization: the `quantization_config` block. Raises ValueError for what is not supported."""
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         block = quantization.get(key) or {}
         if block.get("format", "dense") != "dense" or block.get("config_groups"):
@@ -62,10 +63,11 @@ def kv_of_scheme(scheme: dict[str, Any] | None) -> tuple[str | None, str | None]
     if not scheme:
         return None, None
     bits, kind, strategy = scheme.get("num_bits"), scheme.get("type", "int"), scheme.get("strategy") or "tensor"
-    if (bits, kind) == (8, "float") and scheme.get("symmetric", True) and not scheme.get("dynamic") and strategy in ("tensor", "attn_head"):
+    plain = scheme.get("symmetric", True) and not scheme.get("dynamic") and strategy in ("tensor", "attn_head")
+    if (bits, kind) == (8, "float") and plain:
         return "fp8", None
-    return None, (f"its kv_cache_scheme is {bits}-bit {kind}, {strategy}: only 8-bit float, symmetric, static, per tensor or per "
-                  "head is supported; choose a KV type, e.g. --kv int8")
+    return None, (f"its kv_cache_scheme is {bits}-bit {kind}, {strategy}: only 8-bit float, symmetric, static, per tensor "
+                  "or head is supported; choose a KV type, e.g. --kv int8")
 
 
 def matches(module: str, targets: Iterable[str]) -> bool:
@@ -128,7 +130,7 @@ def activation_spec(given: dict[str, Any] | None, where: str = "") -> Spec | Non
     nums = {("int", 8): INT8, ("float", 8): FP8}
     tiles = {"token": (1, None), "tensor": (None, None), "group": (1, args["group_size"])}
     if kind not in nums or args["strategy"] not in tiles:
-        raise ValueError(f"config group {where!r}: {kind[1]}-bit {kind[0]} activations per {args['strategy']} are not supported")
+        raise ValueError(f"config group {where!r}: {kind[1]}-bit {kind[0]} activations, {args['strategy']}, are not supported")
     return Spec(nums[kind], tiles[args["strategy"]], zero=not args["symmetric"], dynamic=bool(args["dynamic"]))
 
 
@@ -216,13 +218,15 @@ def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], 
         weights["actorder"] = "group"
     if spec.num not in (INT4, UINT4, INT8, FP8) or (strategy == "block" and kind == "int"):
         raise ValueError(f"{spec} cannot be written as compressed-tensors")
-    form = "float-quantized" if kind == "float" else "int-quantized" if act is not None and spec.num.bits == 8 else "pack-quantized"
+    whole = act is not None and spec.num.bits == 8
+    form = "float-quantized" if kind == "float" else "int-quantized" if whole else "pack-quantized"
     return form, weights, None if act is None else _activation_args(act)
 
 
 def _activation_args(act: Spec) -> dict[str, Any]:
     strategy = {(1, None): "token", (None, None): "tensor"}.get(act.tile, "group")
-    args = {"num_bits": act.num.bits, "type": act.num.kind, "symmetric": not act.zero, "strategy": strategy, "dynamic": act.dynamic}
+    args = {"num_bits": act.num.bits, "type": act.num.kind, "symmetric": not act.zero, "strategy": strategy,
+            "dynamic": act.dynamic}
     return args | ({"group_size": act.tile[1]} if strategy == "group" else {})
 
 

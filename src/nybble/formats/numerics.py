@@ -30,7 +30,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     absmax = wide.abs().amax(-1).clamp_min(SMALLEST_ABSMAX)
-    codes = torch.round(wide * (127.0 / absmax)[..., None]).clamp_(-127, 127)
+    inverse = torch.full_like(absmax, 127.0) / absmax  # torch computes `127.0 / tensor` as reciprocal * 127: rounded twice
+    codes = torch.round(wide * inverse[..., None]).clamp_(-127, 127)
     return codes.to(torch.int8), absmax / 127.0
 
 

@@ -607,13 +607,22 @@ def decode_tiles(kind: str, group: int, head_dim: int) -> Tiles:
     return Tiles(64, 4, 3)
 
 
-def prompt_tiles(kind: str, head_dim: int, element_size: int) -> tuple[int, Tiles]:
-    """(query rows a program, tiles)."""
+def prompt_tiles(kind: str, head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, Tiles]:
+    """(query rows a program, tiles) for a multiprocessor with `shared_bytes` of shared memory. A function of the model and
+    the device: a row's bits may not depend on the batch, so neither may these."""
     if element_size == 4:
         return 32, Tiles(32, 4, 1)
-    if head_dim > 128:
-        return 64, Tiles(32, 4, 2)
-    return 128, Tiles(64, 8, 3 if kind == "copy" else 2)
+    lines, tile, warps = (128, 64, 8) if head_dim <= 128 else (64, 32, 4)
+    lanes = triton.next_power_of_2(head_dim)
+    room = shared_bytes - 2 * lanes * (lines if kind == "copy" else 2 * tile)
+    stages = max(1, min(3 if kind == "copy" else 2, room // (2 * tile * lanes * element_size)))
+    return lines, Tiles(tile, warps, stages)
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 65536
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536)
 
 
 def _arguments(q: Tensor, kv: LayerKV, scale: float, vector: bool = False) -> tuple[tuple, float, float, tuple]:
@@ -681,7 +690,7 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     """The rows of `attention` after the first `step.num_decode`, into `out`."""
     cache, q_scale, v_scale, constants = _arguments(q, kv, scale)
     kind = constants[6]
-    lines, cut = tiles or prompt_tiles(kind, q.shape[2], kv.v.element_size())
+    lines, cut = tiles or prompt_tiles(kind, q.shape[2], kv.v.element_size(), _shared_bytes(q.device))
     grid = (q.shape[1], triton.cdiv(step.max_query, lines), step.block_table.shape[0] - step.num_decode)
     _prompt[grid](q, *cache, step.block_table, step.context_len, step.query_start, out, step.block_table.shape[1],
                   window or 1 << 30, step.num_decode, q_scale, v_scale, *constants, window > 0, cut.tile, lines,

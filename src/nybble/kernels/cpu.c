@@ -573,7 +573,7 @@ static void dense_task(void *data, long task) {
   const void *w = x->w;
   long m = begin, n, base = 0;
   int kind = (int)x->kind;
-  if (end - begin > 4 && kind != FP32) { /* many rows: widen the block once */
+  if (end - begin > 8 && kind != FP32) { /* many rows: widen the block once */
     float *wide = scratch(PANEL, (size_t)(DENSE_BLOCK * k) * 4);
     const long count = (last - first) * k, at = first * k;
     long i = 0;

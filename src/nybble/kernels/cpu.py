@@ -154,6 +154,7 @@ class PackedLinear:
     order: Tensor | None  # int64 [K]: input channels sorted by group, for GPTQ g_idx
     pad: int  # zero channels appended to each row of activations
     outputs: int
+    inputs: int
     dtype: torch.dtype
     header: _Weight
     address: int
@@ -200,16 +201,19 @@ def _pack_int8(weight: QTensor | Tensor, shape: LinearShape) -> PackedLinear:
     scales[:n] = scale
     scales = scales.view(panels, PANEL, groups).transpose(1, 2).contiguous()
     header = _Weight(stored.data_ptr(), scales.data_ptr(), n, (k + pad) // groups, groups, four_bits)
-    return PackedLinear(stored, scales, order, pad, n, shape.dtype, header, ctypes.addressof(header))
+    return PackedLinear(stored, scales, order, pad, n, k, shape.dtype, header, ctypes.addressof(header))
 
 
 def _run_int8(loaded: ctypes.CDLL, packed: PackedLinear, x: Rows | Tensor) -> Tensor:
     codes, scale = x
+    if codes.shape[1] != packed.inputs or codes.dtype is not torch.int8 or scale.dtype is not torch.float32:
+        raise ValueError(f"this weight takes int8 codes [M, {packed.inputs}] with float32 scales, not {codes.dtype} "
+                         f"{tuple(codes.shape)} with {scale.dtype}")
     if packed.order is not None:
         codes = codes[:, packed.order]
     if packed.pad:
         codes = torch.nn.functional.pad(codes, (0, packed.pad))
-    codes = codes.contiguous()
+    codes, scale = codes.contiguous(), scale.contiguous()
     rows = codes.shape[0]
     out = torch.empty(rows, packed.outputs)
     loaded.nybble_linear(packed.address, codes.data_ptr(), scale.data_ptr(), out.data_ptr(), rows)
@@ -234,6 +238,8 @@ def _dense(loaded: ctypes.CDLL, weight: Tensor, x: Rows | Tensor) -> Tensor:
     assert isinstance(x, Tensor)
     x = x.contiguous()
     rows, (outputs, k) = x.shape[0], weight.shape
+    if x.shape[1] != k or x.dtype is not torch.float32:
+        raise ValueError(f"this weight takes float32 [M, {k}], not {x.dtype} {tuple(x.shape)}")
     out = torch.empty(rows, outputs)
     loaded.nybble_dense(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, outputs, k, FLOAT_KINDS[weight.dtype])
     return out
@@ -299,10 +305,16 @@ def _silu_mul(loaded: ctypes.CDLL, gate_up: Tensor, quantize: bool) -> Tensor | 
     return out
 
 
-def _takes_cache(kv: LayerKV) -> bool:
-    tensors = (kv.k, kv.v, kv.k_params, kv.v_params)
+def _takes(kv: LayerKV, step: Step) -> bool:
+    """Whether the C code reads this cache and these addresses; if not, the reference does."""
+    caches = (kv.k, kv.v, kv.k_params, kv.v_params)
     scaled = kv.k_params is None and (kv.k_scale != 1.0 or kv.v_scale != 1.0)
-    return kv.name in KINDS and not scaled and all(t is None or t.is_contiguous() for t in tensors)
+    table = step.block_table
+    addresses = (step.positions, step.query_start, step.context_len, table)
+    return (
+        kv.name in KINDS and not scaled and all(t is None or t.is_contiguous() for t in caches)
+        and all(t.dtype is torch.int32 and t.stride(-1) == 1 for t in addresses) and step.slots.dtype is torch.int64
+    )
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -313,7 +325,7 @@ def _rope_write(
     loaded: ctypes.CDLL, qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
     k_norm: Tensor | None, eps: float,
 ) -> Tensor:
-    if not _takes_cache(kv) or not _wide(qkv, cos_sin, q_norm, k_norm):
+    if not _takes(kv, step) or not _wide(qkv, cos_sin, q_norm, k_norm):
         return reference.rope_write(qkv, kv, step, cos_sin, kv_heads, q_norm, k_norm, eps)
     tokens = qkv.shape[0]
     block_size, dim = kv.k.shape[2], kv.k.shape[3] * (2 if kv.name == "int4" else 1)
@@ -329,7 +341,7 @@ def _rope_write(
 
 
 def _attention(loaded: ctypes.CDLL, q: Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> Tensor:
-    if not _takes_cache(kv) or not _wide(q) or step.block_table.stride(-1) != 1:
+    if not _takes(kv, step) or not _wide(q):
         return reference.attention(q, kv, step, scale, window)
     _, kv_heads, block_size, _ = kv.k.shape
     out = torch.empty_like(q)

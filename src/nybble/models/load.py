@@ -22,9 +22,6 @@ from nybble.nn.rope import cos_sin_table
 
 Progress = Callable[[str, float], None]  # what is being done, and how much of it in [0, 1]
 
-# Buffers that old checkpoints carry and that follow from the config.
-DERIVED = (".rotary_emb.inv_freq",)
-
 
 class Source(Protocol):
     """Where weights come from; `checkpoint.Checkpoint` is one. Names are Hugging Face's."""
@@ -54,7 +51,9 @@ def load_model(
     device = torch.device(device)
     config = read_config(checkpoint.config)
     model = build(config, checkpoint, device, dtype or default_dtype(config, device), progress, editable)
-    left = [name for name in checkpoint.unread() if not name.endswith(DERIVED)]
+    left = checkpoint.unread()
+    if config.tie_embeddings and "lm_head.weight" in left:
+        raise ValueError("tie_word_embeddings = True, but lm_head.weight differs from model.embed_tokens.weight")
     if left:
         shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         raise ValueError(f"{config.family.architecture} has no place for tensors of this checkpoint: {shown}")
@@ -83,7 +82,7 @@ def build(config: ModelConfig, source: Source, device: torch.device, dtype: torc
         if progress is not None:
             progress("loading", (index + 1) / c.num_layers)
     norm = RmsNorm(_read_vector(source, "model.norm.weight", c.hidden_size, device), c.rms_eps, ops)
-    head = Head(_read_head(c, source, embedding, table, device, dtype, editable), ops)
+    head = Head(_read_head(c, source, table, device, dtype, editable), ops)
     return Decoder(c, Embedding(table, dtype), layers, norm, head, device, dtype)
 
 
@@ -147,17 +146,11 @@ def _read_part(source: Source, module: str, out_features: int, in_features: int,
     return Part(module, (out_features, in_features), weight, source.act(name), found if bias else None)
 
 
-def _read_head(config: ModelConfig, source: Source, embedding: Tensor | QTensor, table: Tensor, device: torch.device,
-               dtype: torch.dtype, editable: bool) -> Tensor | Projection:
-    name, shape = "lm_head.weight", (config.vocab_size, config.hidden_size)
-    if config.tie_embeddings and not source.has(name):
-        return table
-    part = _read_part(source, "lm_head", *shape, False)
+def _read_head(config: ModelConfig, source: Source, table: Tensor, device: torch.device, dtype: torch.dtype,
+               editable: bool) -> Tensor | Projection:
     if config.tie_embeddings:
-        same = isinstance(part.weight, Tensor) and isinstance(embedding, Tensor) and torch.equal(part.weight, embedding)
-        if not same:
-            raise ValueError("tie_word_embeddings = True, but lm_head.weight differs from model.embed_tokens.weight")
         return table
+    part = _read_part(source, "lm_head", config.vocab_size, config.hidden_size, False)
     if isinstance(part.weight, QTensor):
         return Projection([part], device, dtype, ops_for(device), editable).pack()
     assert isinstance(part.weight, Tensor)

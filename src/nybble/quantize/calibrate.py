@@ -7,7 +7,7 @@ goes on with its quantized weight, so within and across layers everything is cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,6 +197,3 @@ def _split(q: QTensor, parts: Sequence[Part]) -> list[QTensor]:
         pieces.append(cut(q, 0, start, start + part.shape[0]))
         start += part.shape[0]
     return pieces
-
-
-Progress = Callable[[str, float], None]

@@ -13,6 +13,7 @@ import tomllib
 import typing
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 
 from nybble.formats.spec import SCHEMES, Scheme, Spec, fit_group, scheme_of
 
@@ -83,6 +84,21 @@ class Recipe:
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
+
+    def with_options(self, **options: object) -> Recipe:
+        """The recipe with the options that are not None in place of its own. Raises ValueError as `from_dict`."""
+        return from_dict({**self.to_dict(), **{key: value for key, value in options.items() if value is not None}})
+
+    def describe(self) -> str:
+        """In a few words."""
+        steps = [] if self.transform == "none" else [self.transform]
+        steps.append(self.method + (f" on {self.samples} x {self.sequence_length} tokens" if self.needs_calibration else ""))
+        return f"{self.scheme}, {f'groups of {self.group}' if self.group else 'per channel'}, {' + '.join(steps)}"
+
+    @staticmethod
+    def load(path: str | Path) -> Recipe:
+        """From a TOML file. Raises FileNotFoundError, and ValueError as `from_toml`."""
+        return from_toml(Path(path).read_text(encoding="utf-8"))
 
     def to_toml(self) -> str:
         """One `key = value` a line. JSON's scalars are TOML's."""

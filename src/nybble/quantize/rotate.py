@@ -95,7 +95,8 @@ class Rotated:
         if reason is not None:
             raise ValueError(f"cannot rotate: {reason}")
         matrix, head = hadamard(config.hidden_size), hadamard(config.head_dim)
-        assert matrix is not None and head is not None
+        assert matrix is not None
+        assert head is not None
         signs = torch.randint(0, 2, (config.hidden_size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
         self.turn = (signs.double()[:, None] * matrix).to(device)  # x -> x @ turn
         self.turn_head = head.to(device)

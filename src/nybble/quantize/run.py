@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nybble.checkpoint import open_checkpoint, write_checkpoint
+from nybble.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import KV, Scheme, fit_group
+from nybble.formats.spec import KV, Scheme
 from nybble.hardware import pick_device
 from nybble.models import ModelConfig, read_config
 from nybble.models.load import Source, default_dtype
@@ -33,11 +33,10 @@ from nybble.quantize.calibrate import (
 )
 from nybble.quantize.recipe import Recipe, hash_text, shipped_text
 from nybble.quantize.rotate import Rotated, can_rotate
-from nybble.quantize.smooth import smooth_layer
+from nybble.quantize.smooth import ALL_SITES, smooth_layer
 from nybble.text import load_tokenizer
 
 Progress = Callable[[str, float], None]
-STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # Linears of a layer, grouped by the input that they share.
 SITES = (
@@ -83,7 +82,7 @@ class Report:
 def quantize_checkpoint(
     path: str | Path,
     out: str | Path,
-    recipe: Recipe = Recipe(),
+    recipe: Recipe | None = None,
     kv: str = "auto",
     calibration: str | Path | None = None,
     device: str | torch.device | None = None,
@@ -97,8 +96,7 @@ def quantize_checkpoint(
     Raises ValueError, FileNotFoundError or FileExistsError for bad input, before anything is written.
     """
     started = time.perf_counter()
-    if Path(out).exists():
-        raise FileExistsError(f"{out} exists; choose another output directory or remove it")
+    recipe = recipe or Recipe()
     checkpoint = open_checkpoint(path)
     kv = (checkpoint.kv or "int8") if kv == "auto" else kv
     if kv not in KV:
@@ -124,7 +122,7 @@ def quantize_checkpoint(
     schemes = linear_schemes(config, recipe)
     notes += group_notes(schemes, recipe)
     tally = _Tally()
-    tensors = _tensors(source, checkpoint.names(), config, recipe, tokens, target, tally, progress)
+    tensors = _tensors(source, checkpoint, config, recipe, tokens, target, tally, progress)
     write_checkpoint(out, dict(source.config), tensors, schemes, kv, checkpoint, recipe.to_dict())
     return Report(
         str(out), recipe, kv, tally.errors, {name: s.name for name, s in schemes.items()}, tuple(notes), tally.bytes_16bit,
@@ -173,11 +171,11 @@ class _Tally:
 
 
 def _tensors(
-    source: Source, names: list[str], config: ModelConfig, recipe: Recipe, tokens: Tensor | None, device: torch.device,
-    tally: _Tally, progress: Progress | None,
+    source: Source, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, tokens: Tensor | None,
+    device: torch.device, tally: _Tally, progress: Progress | None,
 ) -> Iterator[tuple[str, Tensor | QTensor]]:
     """Every tensor of the quantized checkpoint, in order, each made when it is asked for."""
-    stored = STORED[config.dtype]
+    stored, names = checkpoint.dtype, checkpoint.names()
     dtype = default_dtype(config, device)
     hidden = reference = step = kv = None
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
@@ -203,12 +201,15 @@ def _tensors(
                     parts.append(Part(at + name, tuple(weight.shape), weight))  # type: ignore[arg-type]
                 done.update(quantize_parts(parts, None, recipe, stored))
         else:
-            assert hidden is not None and reference is not None and step is not None and kv is not None
+            assert hidden is not None
+            assert step is not None
+            assert kv is not None
+            assert reference is not None
             length = tokens.shape[1]
             layer = build_layer(source, config, index, device, dtype, length)
             follow = Reference(layer, reference, kv, step) if recipe.drift else None
             if recipe.transform == "smooth":
-                changed = smooth_layer(layer, hidden, kv, step, config, recipe)
+                changed = smooth_layer(layer, hidden, kv, step, config, recipe, ALL_SITES)
                 layer = build_layer(source, config, index, device, dtype, length, changed)
             hidden, done = quantize_layer(layer, hidden, kv, step, recipe, stored, follow)
             reference = reference if follow is None else follow.hidden
@@ -221,7 +222,7 @@ def _tensors(
         quantized = {f"{name}.weight" for name in done}
         for name in names:
             if name.startswith(at) and name not in quantized:
-                value = _dense(changed.get(name, None) if name in changed else source.get(name), stored)
+                value = _dense(changed[name] if name in changed else source.get(name), stored)
                 tally.bytes_16bit += 2 * value.numel()
                 yield name, value.cpu()
     if progress is not None:
@@ -232,5 +233,3 @@ def _dense(value: Tensor | QTensor, dtype: torch.dtype) -> Tensor:
     """A tensor that stays (or starts) in floating point."""
     return dequantize(value, dtype) if isinstance(value, QTensor) else value.to(dtype)
 
-
-__all__ = ["SITES", "Report", "fit_group", "group_notes", "linear_schemes", "quantize_checkpoint"]

@@ -99,7 +99,7 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         progress(f"{options.get('name') or info.model} is served at http://{shown}:{port} (API: /v1, chat: /)")
         await asyncio.wait({stopping, serving, dying}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            progress("stopping: waiting for running requests, once more to stop now")
+            progress("stopping when running requests are done; a second signal stops at once")
         server.should_exit = True
         died = dying.done()
         dying.cancel()

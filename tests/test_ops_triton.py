@@ -1,0 +1,303 @@
+"""Fused ops and paged attention against `kernels.reference` in Triton's interpreter, and compiled for every GPU we name.
+
+The interpreter is chosen when a kernel is decorated, so this file runs itself once more in a process that has it on. There
+the PTX tricks are replaced by plain conversions; `tests/gpu/test_ops_gpu.py` covers those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import attention_case, make_step, poisoned_cache
+
+from nybble.formats.numerics import quantize_rows
+from nybble.kernels import reference
+
+triton = pytest.importorskip("triton")
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETING, reason="runs in the interpreter's process")
+outside = pytest.mark.skipif(INTERPRETING, reason="about the compiled mode")
+# The interpreter has no bf16 dots; on CPU the cache of a 16-bit model is fp16 or fp32 here.
+KINDS = ("fp32", "fp16", "int8", "int4", "fp8", "fp8_e5m2")
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@outside
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+# ---- element-wise -------------------------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize("width", [8, 80, 1000])
+def test_quantize_rows_is_the_vocabulary_bit_for_bit(width: int) -> None:
+    from nybble.kernels.ops_triton import quantize_rows as kernel
+
+    x = randn(5, width) * torch.tensor([1.0, 1e-3, 300.0, 0.0, 1.0])[:, None]
+    x[4] = torch.arange(width) - width // 2 + 0.5  # many ties
+    codes, scale = quantize_rows(x)
+    got = kernel(x)
+    assert torch.equal(got.codes, codes)
+    assert torch.equal(got.scale, scale)
+    assert got.codes[3].abs().max() == 0 and got.scale[3] > 0
+
+
+@inside
+@pytest.mark.parametrize(("width", "with_residual", "quantize"), [(80, True, True), (80, False, False), (1000, True, False)])
+def test_rms_norm(width: int, with_residual: bool, quantize: bool) -> None:
+    from nybble.kernels.ops_triton import rms_norm
+
+    x, residual, weight = randn(4, width), randn(4, width, seed=1), randn(width, seed=2)
+    residual = residual if with_residual else None
+    out, h = rms_norm(x, weight, 1e-5, residual, quantize)
+    wide = (x if residual is None else x + residual).double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert torch.equal(h, wide.float())
+    if quantize:
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        assert ((out.codes * out.scale[:, None] - exact).abs() <= step * 0.501).all()
+    else:
+        torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+@inside
+@pytest.mark.parametrize("quantize", [True, False])
+def test_silu_mul(quantize: bool) -> None:
+    from nybble.kernels.ops_triton import silu_mul
+
+    x = randn(3, 2 * 1100) * 4
+    gate, up = x.double().chunk(2, -1)
+    exact = gate / (1 + (-gate).exp()) * up
+    out = silu_mul(x, quantize)
+    if quantize:
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        assert ((out.codes * out.scale[:, None] - exact).abs() <= step * 0.501).all()
+    else:
+        torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+# ---- RoPE and the cache write -------------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary", "normed"), [(4, 2, 32, 32, True), (3, 3, 24, 8, False)])
+def test_rope_write(name: str, heads: int, kv_heads: int, dim: int, rotary: int, normed: bool) -> None:
+    from nybble.kernels.ops_triton import rope_write
+
+    step = make_step([5, 20], [1, 7], 16, 6)
+    step.slots[3] = -1
+    qkv = randn(8, (heads + 2 * kv_heads) * dim)
+    qkv[1, (heads + kv_heads) * dim : (heads + kv_heads + 1) * dim] = 0.5  # a constant V: scale 0
+    angle = torch.arange(32)[:, None] / 10 ** torch.linspace(0, 2, rotary // 2)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
+    norms = (randn(dim, seed=3), randn(dim, seed=4)) if normed else (None, None)
+    caches = [poisoned_cache(name, 6, kv_heads, 16, dim, k_scale=0.02, v_scale=0.013) for _ in range(2)]
+    want = reference.rope_write(qkv, caches[0], step, cos_sin, kv_heads, *norms, 1e-6)
+    got = rope_write(qkv, caches[1], step, cos_sin, kv_heads, *norms, 1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    for part in ("k", "v"):
+        a, b = (getattr(c, part) for c in caches)
+        if a.element_size() == 1:  # a last bit of sin or of the norm may turn a rounding; nothing else may differ
+            a, b = a.view(torch.uint8).int(), b.view(torch.uint8).int()
+            if name == "int4":
+                a, b = torch.cat((a & 15, a >> 4), -1), torch.cat((b & 15, b >> 4), -1)
+            assert (a - b).abs().max() <= 1
+            assert (a != b).float().mean() < 2e-3
+        else:
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=1e-6, equal_nan=True)
+        if caches[0].k_params is not None:
+            a, b = (getattr(c, f"{part}_params") for c in caches)
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+@inside
+@pytest.mark.parametrize(("name", "dtype", "limit"), [("fp8", torch.float8_e4m3fn, 448), ("fp8_e5m2", torch.float8_e5m2, 57344)])
+def test_float8_bytes_are_torch_s(name: str, dtype: torch.dtype, limit: float) -> None:
+    from nybble.kernels.ops_triton import rope_write
+
+    exponent = torch.linspace(-24, 20, 1600).exp2()
+    v = torch.cat((exponent, -exponent, torch.arange(-400, 400) / 1024)).view(-1, 32)
+    tokens = v.shape[0]
+    step = make_step([tokens], [tokens], 16, tokens // 16 + 2)
+    cache = poisoned_cache(name, tokens // 16 + 2, 1, 16, 32)
+    qkv = torch.cat((torch.zeros(tokens, 64), v), -1)
+    cos_sin = torch.cat((torch.ones(tokens, 16), torch.zeros(tokens, 16)), -1)
+    rope_write(qkv, cache, step, cos_sin, 1, None, None, 1e-6)
+    stored = cache.v.view(torch.uint8)[step.slots // 16, 0, step.slots % 16]
+    assert torch.equal(stored, v.clamp(-limit, limit).to(dtype).view(torch.uint8))
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def check_attention(name: str, *case: Any, window: int = 0, **more: Any) -> None:
+    from nybble.kernels.attention_triton import attention
+
+    q, kv, step = attention_case(name, *case, **more)
+    want = reference.attention(q, kv, step, 0.2, window)
+    got = attention(q, kv, step, 0.2, window)
+    assert torch.isfinite(got).all()  # unused blocks hold NaN
+    tolerance = 1e-5 if name == "fp32" else 2e-3
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@inside
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 32), (6, 2, 40)])
+def test_attention_of_a_mixed_batch(name: str, heads: int, kv_heads: int, dim: int) -> None:
+    check_attention(name, [1, 70, 300, 40, 9], [1, 1, 1, 21, 9], heads, kv_heads, dim, 16)
+
+
+@inside
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_window(name: str, kv_heads: int) -> None:
+    check_attention(name, [300, 20, 150], [1, 1, 90], 2, kv_heads, 16, 64, window=37)
+
+
+@inside
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_long_rows_sum_many_chains(name: str) -> None:
+    check_attention(name, [4500, 200], [1, 1], 1, 1, 16, 128)
+
+
+@inside
+@pytest.mark.parametrize("name", ["int8", "fp16"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_sharing_a_row_among_programs_moves_no_bit(name: str, group: int) -> None:
+    from nybble.kernels.attention_triton import decode
+
+    q, kv, step = attention_case(name, [700, 3, 256, 1500], [1] * 4, 2 * group, 2, 16, 32)
+    outs = []
+    for stride in (1, 2, 6):
+        out = torch.full_like(q, float("nan"))
+        decode(q, kv, step, 0.3, 0, out, stride=stride)
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@inside
+def test_padding_rows_give_zeros() -> None:
+    from nybble.kernels.attention_triton import attention
+
+    q, kv, step = attention_case("int8", [5, 0], [1, 1], 2, 1, 16, 16)
+    assert attention(q, kv, step, 0.2, 0)[1].abs().max() == 0
+
+
+@inside
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    from nybble.kernels.attention_triton import attention
+
+    q, kv, step = attention_case("int8", [5], [1], 2, 1, 16, 16)
+    with pytest.raises(ValueError, match="do not fit"):
+        attention(q[..., :8], kv, step, 0.2, 0)
+
+
+# ---- compilation ----------------------------------------------------------------------------------------------------
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+
+
+def compile_for(target: str, kernel: Any, pointers: list[str], constants: dict[str, Any], warps: int) -> Any:
+    """Compile `kernel`: its first parameters are `pointers`, `*_scale` and `eps` are fp32, other run-time ones int32."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else "fp32" if n.endswith("_scale") or n == "eps" else "i32" for n in names}
+    signature |= dict(zip(names, pointers))
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()},
+                       attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))})
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+    return triton.compile(source, target=gpu, options={"num_warps": warps})
+
+
+def compile_attention(target: str, form: str, kind: str, dim: int = 128) -> Any:
+    """form: vector | dot | prompt, as `decode_tiles` and `prompt_tiles` cut them."""
+    from nybble.kernels import attention_triton as kernels
+
+    integer, vector = kind in ("int8", "int4"), form == "vector"
+    units = dim if kind == "copy" else dim // (2 if kind == "int4" else 1) // (1 if vector else 2)
+    cache = "*bf16" if kind == "copy" else "*u8" if vector else "*i16"
+    pointers = ["*bf16", cache, cache, *(["*i32"] * 2 if integer else [cache] * 2), "*i32", "*i32"]
+    shape = {"HEADS": 8, "GROUP": 1 if vector else 4, "DIM": dim, "WIDTH" if vector else "UNITS": units,
+             "LANES": max(1 if vector else 16, triton.next_power_of_2(units)), "BLOCK_SIZE": 64, "KIND": kind,
+             "ASM": target != "gfx942"}
+    if form == "prompt":
+        lines, tiles = kernels.prompt_tiles(kind, dim, 2 if kind == "copy" else 1, 101376)
+        constants = shape | {"WINDOWED": False, "TILE": tiles.tile, "ROWS": lines, "P_FACTOR": 64.0, "STAGES": tiles.stages}
+        return compile_for(target, kernels._prompt, [*pointers, "*i32", "*bf16"], constants, tiles.warps)
+    tiles = kernels.decode_tiles(kind, 1 if vector else 4, dim)
+    constants = shape | {"SPLIT": tiles.split, "TILE": tiles.tile, "DIRECT": False}
+    pointers += ["*bf16", "*fp32", "*fp32"]
+    if vector:
+        slots = min(tiles.tile, 32 * tiles.warps * 16 // (constants["LANES"] * (2 if kind == "copy" else 1)))
+        return compile_for(target, kernels._decode_vector, pointers, constants | {"SLOTS": slots}, tiles.warps)
+    constants |= {"ROWS": 16, "P_FACTOR": 64.0, "STAGES": tiles.stages}
+    return compile_for(target, kernels._decode_dot, pointers, constants, tiles.warps)
+
+
+def sass(compiled: Any, tmp_path: Path) -> tuple[Counter[str], int]:
+    """(instruction counts, bytes of local memory) of an sm_90 kernel, by the tools that come with Triton."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: E731
+    listing = run(tools / "nvdisasm", "-c", cubin)
+    counts = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", listing, re.M))
+    return counts, sum(int(v) for v in re.findall(r"(?:STACK|LOCAL):(\d+)", run(tools / "cuobjdump", "-res-usage", cubin)))
+
+
+@outside
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", ["vector", "dot", "prompt"])
+def test_attention_compiles(target: str, form: str) -> None:
+    code = compile_attention(target, form, "int8", 64).asm
+    matrix = r"v_mfma_f32" if target == "gfx942" else r"wgmma|mma\.sync|tcgen05\.mma"
+    assert bool(re.search(matrix, code.get("ptx") or code["amdgcn"])) == (form != "vector")
+
+
+@outside
+@pytest.mark.parametrize("target", TARGETS)
+def test_rope_write_and_norm_compile(target: str) -> None:
+    from nybble.kernels import ops_triton as ops
+
+    compile_for(target, ops._rms_norm_kernel, ["*bf16", "*bf16", "*bf16", "*bf16", "*i8", "*fp32"],
+                {"WIDTH": 5120, "BLOCK": 8192, "RESIDUAL": True, "QUANTIZE": True}, 16)
+    compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"], {"WIDTH": 13824, "BLOCK": 16384, "QUANTIZE": True}, 16)
+    for kind in ("int4", "fp8"):
+        constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "ROTARY": 128, "BLOCK_SIZE": 64, "GROUP": 8, "KIND": kind,
+                     "Q_NORM": True, "K_NORM": True}
+        pointers = ["*bf16", "*bf16", "*u8", "*u8", "*fp16", "*fp16", "*i32", "*i64", "*fp32", "*bf16", "*bf16"]
+        compile_for(target, ops._rope_write_kernel, pointers, constants, 2)
+
+
+@outside
+@pytest.mark.parametrize("kind", ["int8", "int4", "copy", "fp8"])
+def test_hopper_decode_loads_wide_and_converts_without_the_conversion_unit(kind: str, tmp_path: Path) -> None:
+    forms = ("dot",) if kind == "fp8" else ("vector", "dot")
+    for form in forms:
+        counts, local_bytes = sass(compile_attention("sm_90", form, kind), tmp_path)
+        assert local_bytes == 0, form
+        assert not [name for name in counts if re.match(r"I2F\.U8|I2F\.S|LDS\.U8|LDG\.E\.U8$", name)], form
+        wide = "LDG.E.128" if form == "vector" else "LDGSTS.E.BYPASS.128"
+        assert counts[wide] >= 4, form
