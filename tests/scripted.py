@@ -59,23 +59,29 @@ class ScriptedRunner:
     def launch(self, plan: Plan) -> Callable[[], Sampled]:
         time.sleep(self.pause_s)
         self.plans.append((plan.counts, plan.num_decode))
+        burns = any(CRASH in request.tokens for request in plan.requests)
         for request, start, count in zip(plan.requests, plan.starts, plan.counts):
             for position in range(start, start + count):
                 token = request.tokens[position] if position < len(request.tokens) else self.last[request.slot]
-                if token == CRASH:
+                if token == CRASH and not self.overlap:
                     raise RuntimeError("the device caught fire")
+                if burns:
+                    continue  # nothing is written, and whoever waits is told
                 if token == LOSE:
                     raise AcceleratorError("an illegal memory access")
                 self.cells[self.slot(request.blocks, position)] = token
         tokens, logprobs = [], []
         for row in plan.samples:
             request, end = plan.requests[row], plan.starts[row] + plan.counts[row]
-            context = [self.cells[self.slot(request.blocks, position)] for position in range(end)]
+            context = [self.cells[self.slot(request.blocks, position)] or 0 for position in range(end)]
             token = next_token(context) if context[-1] != BROKEN else -1
             tokens.append(token)
             self.last[request.slot] = token
             logprobs.append(None if request.params.logprobs is None else TokenLogprob(token, -0.5, [(token, -0.5)]))
-        return lambda: Sampled(tokens, logprobs)
+        return self.burn if burns else lambda: Sampled(tokens, logprobs)
+
+    def burn(self) -> Sampled:
+        raise RuntimeError("the device caught fire")
 
     def slot(self, blocks: list[int], position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -85,6 +91,8 @@ def make(config: ProcessConfig) -> Engine:
     """The factory of the engine's process; `config.model` says what should happen."""
     if config.model == "unloadable":
         raise FileNotFoundError("unloadable: there is no such checkpoint")
+    if config.model == "slow":
+        time.sleep(60)
     runner = ScriptedRunner(block_size=config.engine.block_size, pause_s=0.002, overlap=config.model == "overlap")
     engine = Engine(runner, config.engine)
     if config.model == "fragile":

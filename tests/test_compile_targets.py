@@ -28,7 +28,8 @@ POINTERS = {"X": "*i8", "XS": "*fp32", "W": "*i8", "WS": "*fp32", "WZ": "*bf16",
 def compile_for(target: GPUTarget, kernel: Any, tile: Tile, types: dict[str, str] | None = None, **flags: Any) -> Any:
     names = kernel.arg_names
     constants = {"BN": tile.BN, "BM": tile.BM, "BK": tile.BK, "SPLIT": tile.split, "ORDER": tile.order, "STAGES": tile.stages}
-    constants |= {"EVEN": True, "PDL": False, "SEGMENTS": 1, "ASM": target.backend == "cuda"} | flags
+    cuda = target.backend == "cuda"
+    constants |= {"EVEN": True, "PDL": cuda and target.arch >= 90, "SEGMENTS": 1, "ASM": cuda} | flags
     constants = {name: value for name, value in constants.items() if name in names}
     pointers = POINTERS | (types or {})
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}

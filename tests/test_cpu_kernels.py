@@ -29,8 +29,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def quiet():
+    """One thread, because torch's OpenMP stalls on a busy machine; the tests about threads ask for more."""
     torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=BUILDS, scope="module")
@@ -134,6 +139,7 @@ def test_a_linear_row_does_not_depend_on_its_batch(build, scheme):
     generator = torch.Generator().manual_seed(5)
     run = linear(build, random_codes(SCHEMES[scheme].weight, 100, 576, generator), SCHEMES[scheme])
     rows = Rows(*quantize_rows(torch.randn(300, 576, generator=generator)))
+    torch.set_num_threads(2)
     whole = run(rows)
     for first, last in ((0, 1), (7, 8), (5, 22), (299, 300), (239, 243)):
         assert torch.equal(run(Rows(rows.codes[first:last], rows.scale[first:last])), whole[first:last])
@@ -162,6 +168,16 @@ def test_logits_and_float_linear(build, ops, dtype, m, n, k):
     torch.testing.assert_close(got.double(), hidden.double() @ weight.double().t(), rtol=1e-5, atol=1e-5 * k**0.5)
     assert torch.equal(got, torch.cat([ops.logits(hidden[i : i + 1], weight) for i in range(m)]))
     assert torch.equal(got, linear(build, weight, SCHEMES["16bit"])(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_channel_stays_in_its_channel(ops, dtype):
+    weight = torch.randn(20, 37).to(dtype)
+    weight[3] = float("nan")
+    for rows in (1, 9):
+        got = ops.logits(torch.randn(rows, 37), weight)
+        assert got[:, 3].isnan().all()
+        assert torch.cat((got[:, :3], got[:, 4:]), 1).isfinite().all()
 
 
 def test_float_weights_keep_subnormals_and_infinities(ops):
@@ -350,6 +366,7 @@ def test_attention_bits_do_not_depend_on_chunks_batch_or_blocks(ops, name, windo
     q = torch.randn(length, heads, dim, generator=torch.Generator().manual_seed(2))
     run = lambda chunks, queries, cache=kv, rows=tables, size=16: ops.attention(  # noqa: E731
         queries, cache, step_of(chunks, rows, size), dim**-0.5, window)
+    torch.set_num_threads(2)
     whole = run([(0, length)], q, rows=tables[:1])
     assert whole.isfinite().all()
     for first, count in ((0, 1), (0, 63), (63, 2), (65, 200), (265, 335)):
@@ -363,20 +380,25 @@ def test_attention_bits_do_not_depend_on_chunks_batch_or_blocks(ops, name, windo
 def test_thread_count_changes_no_bit(build, ops):
     generator = torch.Generator().manual_seed(9)
     kv, tables = filled("int8", [700], 1, 16, 64, generator)
-    q, step = torch.randn(1, 3, 64, generator=generator), step_of([(699, 1)], tables, 16)
+    q, step = torch.randn(700, 3, 64, generator=generator), step_of([(699, 1)], tables, 16)
+    prompt, table = step_of([(0, 700)], tables, 16), cos_sin(700, 64)
     run = linear(build, random_codes(SCHEMES["w4a8_g64"].weight, 512, 576, generator), SCHEMES["w4a8_g64"])
-    rows = Rows(*quantize_rows(torch.randn(40, 576, generator=generator)))
-    hidden, weight = torch.randn(8, 576, generator=generator), torch.randn(999, 576, generator=generator)
-    work = lambda: (ops.attention(q, kv, step, 0.125, 0), run(rows), ops.logits(hidden, weight))  # noqa: E731
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = work()
-        torch.set_num_threads(3)
-        for a, b in zip(alone, work()):
-            assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(before)
+    x = torch.randn(200, 576, generator=generator)
+    rows = Rows(*quantize_rows(x))
+    weight = torch.randn(999, 576, generator=generator)
+    qkv, again = torch.randn(700, 5 * 64, generator=generator), empty_cache("int8", *kv.k.shape[:1], 1, 16, 64)
+
+    def work():
+        rotated = ops.rope_write(qkv, again, prompt, table, 1, None, None, 1e-6)
+        norm, hidden = ops.rms_norm(x, weight[0], 1e-6, x, True)
+        return (ops.attention(q[-1:], kv, step, 0.125, 0), ops.attention(q, kv, prompt, 0.125, 0), run(rows), rotated, hidden,
+                again.k[tables[0][:40]], again.v[tables[0][:40]], ops.logits(x[:9], weight), *norm, *ops.silu_mul(x, True),
+                *ops.quantize_rows(x))
+
+    alone = work()
+    torch.set_num_threads(3)
+    for a, b in zip(alone, work()):
+        assert torch.equal(a, b)
 
 
 def test_callers_in_several_threads_share_the_workers(build):
@@ -384,6 +406,7 @@ def test_callers_in_several_threads_share_the_workers(build):
     run = linear(build, random_codes(SCHEMES["w4a8_g64"].weight, 512, 576, generator), SCHEMES["w4a8_g64"])
     batches = [Rows(*quantize_rows(torch.randn(m, 576, generator=generator))) for m in (1, 5, 40, 3) * 50]
     want = [run(rows) for rows in batches]
+    torch.set_num_threads(2)
     with ThreadPoolExecutor(4) as callers:
         for a, b in zip(callers.map(run, batches), want):
             assert torch.equal(a, b)
@@ -393,6 +416,7 @@ def test_a_forked_child_computes_too(build):
     generator = torch.Generator().manual_seed(9)
     run = linear(build, random_codes(SCHEMES["w8a8"].weight, 512, 576, generator), SCHEMES["w8a8"])
     rows = Rows(*quantize_rows(torch.randn(40, 576, generator=generator)))
+    torch.set_num_threads(2)
     want = run(rows)  # starts the workers, which the child does not inherit
     child = os.fork()
     if child == 0:

@@ -21,7 +21,7 @@ from nybble.engine.messages import Delta, Refused, SamplingParams, Submit
 from nybble.engine.request import Request
 from nybble.engine.scheduler import Plan
 from nybble.formats.spec import KV
-from nybble.models import Decoder, dummy_model
+from nybble.models import Decoder, dummy_model, forward_window
 
 
 def greedy(**changes: object) -> SamplingParams:
@@ -190,6 +190,16 @@ def test_a_step_that_fails_fails_its_requests_and_not_the_engine(overlap: bool) 
     assert engine.info().cached_blocks == 0  # nothing that may not have been computed is offered to others
     engine.submit(Submit("c", [1, 2, 3, 4, 5], greedy()))
     assert run(engine).tokens["c", 0] == answer([1, 2, 3, 4, 5], 8)
+
+
+def test_what_reads_the_cache_of_a_step_that_failed_fails_too() -> None:
+    engine = Engine(ScriptedRunner(overlap=True), small())
+    engine.submit(Submit("a", [1, 2, 3, 4, 5, CRASH], greedy()))
+    answers = Answers()
+    answers.add(engine.step())
+    engine.submit(Submit("b", [1, 2, 3, 4, 5], greedy()))  # finds the first four tokens, which were not written
+    run(engine, answers)
+    assert answers.reasons == {("a", 0): "error", ("b", 0): "error"}
 
 
 def test_a_lost_device_answers_its_requests_and_then_ends_the_engine() -> None:
@@ -367,20 +377,44 @@ def test_min_tokens_and_logprobs_with_a_model(model: Decoder) -> None:
         assert entry.top[0] == (entry.token_id, entry.logprob)  # greedy: the chosen is the most likely
         assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
         assert entry.logprob < 0
-    held.submit(Submit("a", [5, 6, 7], greedy(max_tokens=30, min_tokens=10, stop_token_ids=(text[0], text[3]))))
-    answers = run(held)
-    assert not {text[0], text[3]} & set(answers.tokens["a", 0][:10])
-    assert len(answers.tokens["a", 0]) >= 10
+    assert text[3] not in text[:3]
+    for at_least, first in ((3, text[:4]), (4, text[:3])):
+        held.submit(Submit("a", [5, 6, 7], greedy(max_tokens=30, min_tokens=at_least, stop_token_ids=(text[3],))))
+        tokens = run(held).tokens["a", 0]
+        assert tokens[: len(first)] == first
+        assert (tokens == first) == (at_least == 3)
+        assert text[3] not in tokens[:at_least]
+
+
+def test_penalties_count_what_was_generated(model: Decoder) -> None:
+    """Against penalties written out by hand over logits of the whole text so far."""
+    engine = Engine(model, EngineConfig(kv="fp32", num_blocks=8))
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
+    prompt = [5, 6, 7]
+    engine.submit(Submit("a", prompt, greedy(max_tokens=40, **penalties)))
+    engine.submit(Submit("free", prompt, greedy(max_tokens=40)))
+    answers = run(engine)
+    text = list(prompt)
+    for token in answers.tokens["a", 0]:
+        logits = forward_window(model, torch.tensor([text]), "fp32")[0, -1].double()
+        for seen in set(text):
+            logits[seen] = logits[seen] / 1.3 if logits[seen] > 0 else logits[seen] * 1.3
+        for seen in set(text[3:]):
+            logits[seen] -= 0.4 + 0.7 * text[3:].count(seen)
+        assert logits[token] >= logits.max() - 1e-4
+        text.append(token)
+    assert answers.tokens["a", 0] != answers.tokens["free", 0]
 
 
 def test_completions_of_a_seeded_prompt_differ_and_repeat(model: Decoder) -> None:
     def go() -> dict:
         engine = Engine(model, EngineConfig(kv="int8", num_blocks=32))
-        engine.submit(Submit("a", [5, 6, 7], greedy(n=4, temperature=1.0, seed=11, max_tokens=12)))
+        engine.submit(Submit("a", [5, 6, 7], greedy(n=4, temperature=20.0, seed=11, max_tokens=12)))
         return dict(run(engine).tokens)
 
     tokens = go()
     assert len({tuple(t) for t in tokens.values()}) == 4
+    assert min(len(set(t)) for t in tokens.values()) > 8  # near to uniform: each position has its own noise
     assert go() == tokens
 
 

@@ -98,6 +98,7 @@ def test_leaving_early_and_abort_free_the_engine() -> None:
                 async for _ in deltas:
                     break
             await eventually(idle)
+            assert (await client.info()).generated_tokens < 100
             reasons = []
             async for delta in client.generate("b", [1], params(max_tokens=190, n=2)):
                 reasons.append(delta.finish_reason)
@@ -108,6 +109,7 @@ def test_leaving_early_and_abort_free_the_engine() -> None:
             await asyncio.sleep(0.05)
             task.cancel()
             await eventually(idle)
+            assert (await client.info()).generated_tokens < 300
 
     asyncio.run(main())
 
@@ -116,6 +118,16 @@ def test_an_engine_that_cannot_load_says_why() -> None:
     async def main() -> None:
         with pytest.raises(EngineDied, match="there is no such checkpoint"):
             await EngineClient(config("unloadable")).start(timeout_s=30)
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_given_up_leaves_no_process() -> None:
+    async def main() -> None:
+        client = EngineClient(config("slow"))
+        with pytest.raises(TimeoutError):
+            await client.start(timeout_s=0.5)
+        assert client._process.returncode == -signal.SIGTERM
 
     asyncio.run(main())
 

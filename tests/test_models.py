@@ -172,15 +172,56 @@ def demo() -> tuple[Path, Any]:
     return path, AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
 
-def test_demo_model_is_transformers(demo: tuple[Path, Any]) -> None:
+def demo_error(path: Path, reference: Any) -> float:
+    """The largest difference of a logit over all prompts, as a share of its prompt's logit range."""
     from nybble.text import load_tokenizer
 
-    path, reference = demo
     model, tokenizer = load(path), load_tokenizer(path)
+    errors = []
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt)])
         wanted, got = reference_logits(reference, ids), forward_window(model, ids)
-        assert (got - wanted).abs().max() <= 1e-3 * (wanted.max() - wanted.min())
+        errors.append(float((got - wanted).abs().max() / (wanted.max() - wanted.min())))
+    return max(errors)
+
+
+@pytest.mark.xfail(strict=True, reason="GGUF blocks are rounded to float16 when read, transformers keeps float32: 1.06e-3")
+def test_demo_model_is_transformers(demo: tuple[Path, Any]) -> None:
+    assert demo_error(*demo) <= 1e-3
+
+
+def test_demo_model_is_transformers_with_weights_held_in_float16(demo: tuple[Path, Any]) -> None:
+    path, reference = demo
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.half().float()
+    assert demo_error(path, reference) <= 1e-5
+
+
+FOREIGN = SHARED / "checkpoints"
+# Whole models of other tools' checkpoints whose activations stay in 16 bits: exact up to float32 arithmetic. The others'
+# logits hang on how single activations round and are compared linear by linear, with the checkpoints' tests.
+EXACT = {"awq_llama_gemm_g128": "logits", "gptq_llama_v1_sym_g128": "logits", "ct_llama_w4a16_sym_g128": "logits",
+         "tgi_llama_kv_scale": "logits"}
+# rms of the logits against the file's, with the rms that its NOTE.md measured for the same model run in 16-bit arithmetic.
+NOISY = {"qqq_llama_perchannel": 0.0413, "qqq_qwen2_g128": 0.0281}
+
+
+@pytest.mark.skipif(not FOREIGN.exists(), reason="needs the folder of checkpoints made by other tools beside the repository")
+@pytest.mark.parametrize("name", [*EXACT, *NOISY])
+def test_models_quantized_by_other_tools(name: str) -> None:
+    from safetensors.torch import load_file
+
+    model, reference = load(FOREIGN / name), load_file(FOREIGN / name / "reference.safetensors")
+    prompts = [key.removesuffix(".input_ids") for key in reference if key.endswith(".input_ids")]
+    assert len(prompts) == 4
+    errors = torch.cat([
+        (forward_window(model, reference[f"{prompt}.input_ids"][None])[0] - reference[f"{prompt}.logits"]).flatten()
+        for prompt in prompts
+    ])  # fmt: skip
+    if name in EXACT:
+        assert errors.abs().max() <= 1e-4
+    else:
+        assert errors.square().mean().sqrt() <= NOISY[name]
 
 
 # ---- one layer at a time ------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def test_quantize_rows_is_the_vocabulary_bit_for_bit(width: int) -> None:
     got = kernel(x)
     assert torch.equal(got.codes, codes)
     assert torch.equal(got.scale, scale)
-    assert got.codes[3].abs().max() == 0 and got.scale[3] > 0
+    assert got.codes[3].abs().max() == 0
+    assert got.scale[3] > 0
 
 
 @inside
@@ -129,20 +130,20 @@ def test_rope_write(name: str, heads: int, kv_heads: int, dim: int, rotary: int,
 
 
 @inside
-@pytest.mark.parametrize(("name", "dtype", "limit"), [("fp8", torch.float8_e4m3fn, 448), ("fp8_e5m2", torch.float8_e5m2, 57344)])
-def test_float8_bytes_are_torch_s(name: str, dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("fp8", 448), ("fp8_e5m2", 57344)])
+def test_float8_bytes_are_torch_s(name: str, limit: float) -> None:
     from nybble.kernels.ops_triton import rope_write
 
     exponent = torch.linspace(-24, 20, 1600).exp2()
-    v = torch.cat((exponent, -exponent, torch.arange(-400, 400) / 1024)).view(-1, 32)
+    v = torch.cat((exponent, -exponent, torch.arange(-400, 400) / 1024)).view(-1, 160)
     tokens = v.shape[0]
     step = make_step([tokens], [tokens], 16, tokens // 16 + 2)
-    cache = poisoned_cache(name, tokens // 16 + 2, 1, 16, 32)
-    qkv = torch.cat((torch.zeros(tokens, 64), v), -1)
-    cos_sin = torch.cat((torch.ones(tokens, 16), torch.zeros(tokens, 16)), -1)
+    cache = poisoned_cache(name, tokens // 16 + 2, 1, 16, 160)
+    qkv = torch.cat((torch.zeros(tokens, 320), v), -1)
+    cos_sin = torch.cat((torch.ones(tokens, 80), torch.zeros(tokens, 80)), -1)
     rope_write(qkv, cache, step, cos_sin, 1, None, None, 1e-6)
     stored = cache.v.view(torch.uint8)[step.slots // 16, 0, step.slots % 16]
-    assert torch.equal(stored, v.clamp(-limit, limit).to(dtype).view(torch.uint8))
+    assert torch.equal(stored, v.clamp(-limit, limit).to(cache.v.dtype).view(torch.uint8))
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def check_attention(name: str, *case: Any, window: int = 0, **more: Any) -> None
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 32), (6, 2, 40)])
 def test_attention_of_a_mixed_batch(name: str, heads: int, kv_heads: int, dim: int) -> None:
-    check_attention(name, [1, 70, 300, 40, 9], [1, 1, 1, 21, 9], heads, kv_heads, dim, 16)
+    check_attention(name, [1, 300, 40, 9], [1, 1, 21, 9], heads, kv_heads, dim, 16)
 
 
 @inside
@@ -176,18 +177,17 @@ def test_attention_window(name: str, kv_heads: int) -> None:
 @inside
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_long_rows_sum_many_chains(name: str) -> None:
-    check_attention(name, [4500, 200], [1, 1], 1, 1, 16, 128)
+    check_attention(name, [2400, 200], [1, 1], 1, 1, 16, 128)
 
 
 @inside
-@pytest.mark.parametrize("name", ["int8", "fp16"])
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("name", "group"), [("int8", 1), ("fp16", 1), ("int8", 2)])
 def test_sharing_a_row_among_programs_moves_no_bit(name: str, group: int) -> None:
     from nybble.kernels.attention_triton import decode
 
-    q, kv, step = attention_case(name, [700, 3, 256, 1500], [1] * 4, 2 * group, 2, 16, 32)
+    q, kv, step = attention_case(name, [3, 770], [1] * 2, group, 1, 16, 32)
     outs = []
-    for stride in (1, 2, 6):
+    for stride in (1, 2, 4):
         out = torch.full_like(q, float("nan"))
         decode(q, kv, step, 0.3, 0, out, stride=stride)
         outs.append(out)
@@ -285,8 +285,8 @@ def test_rope_write_and_norm_compile(target: str) -> None:
                 {"WIDTH": 5120, "BLOCK": 8192, "RESIDUAL": True, "QUANTIZE": True}, 16)
     compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"], {"WIDTH": 13824, "BLOCK": 16384, "QUANTIZE": True}, 16)
     for kind in ("int4", "fp8"):
-        constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "ROTARY": 128, "BLOCK_SIZE": 64, "GROUP": 8, "KIND": kind,
-                     "Q_NORM": True, "K_NORM": True}
+        constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "ROTARY": 128, "BLOCK_SIZE": 64, "GROUP": 8,
+                     "KIND": kind, "Q_NORM": True, "K_NORM": True}
         pointers = ["*bf16", "*bf16", "*u8", "*u8", "*fp16", "*fp16", "*i32", "*i64", "*fp32", "*bf16", "*bf16"]
         compile_for(target, ops._rope_write_kernel, pointers, constants, 2)
 

@@ -35,15 +35,15 @@ def quantize(
     model: Path,
     *,
     output: Output,
-    scheme: Literal["w4a8", "w4a16", "w8a8"] = "w4a8",
-    group: str = "128",
-    method: Literal["gptq", "rtn"] = "gptq",
-    kv: KvName = "int8",
+    scheme: Literal["w4a8", "w4a16", "w8a8"] | None = None,
+    group: str | None = None,
+    method: Literal["gptq", "rtn"] | None = None,
     transform: Literal["none", "smooth", "rotate"] | None = None,
+    kv: KvName = "int8",
     recipe: Path | None = None,
     calibration: Path | None = None,
     samples: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: str = "auto",
 ) -> None:
     """Quantize a checkpoint and write a compressed-tensors directory that Nybble, vLLM and transformers read.
@@ -51,10 +51,10 @@ def quantize(
     Args:
         model: A Hugging Face directory (safetensors) or a .gguf file.
         output: Directory to write; it must not exist.
-        scheme: Weight and activation bits. w4a8: int4 weights, int8 activations quantized per token at run time.
+        scheme: Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.
         group: Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width the
             group does not divide takes the next smaller power of two that does.
-        method: gptq uses calibration text to make rounding errors cancel; rtn rounds to nearest.
+        method: gptq (default) uses calibration text to make rounding errors cancel; rtn rounds to nearest.
         kv: What the KV cache holds when the checkpoint is served.
         transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.
         recipe: A TOML file with all settings; options given here win.
@@ -66,10 +66,8 @@ def quantize(
     from nybble.quantize import Recipe, quantize_checkpoint
 
     chosen = Recipe.load(recipe) if recipe is not None else Recipe()
-    chosen = chosen.with_options(
-        scheme=scheme, group=None if group == "channel" else _positive("group", group), method=method, transform=transform,
-        samples=samples, seed=seed,
-    )
+    chosen = chosen.with_options(scheme=scheme, group=None if group is None else _group(group), method=method,
+                                 transform=transform, samples=samples, seed=seed)
     with progress_bars() as progress:
         report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device, progress=progress)
     print(report)
@@ -194,7 +192,8 @@ def serve(
 
     engine = {"kv": kv, "kv_memory": kv_memory, "max_batch": max_batch, "max_batched_tokens": max_batched_tokens,
               "max_context": max_context, "prefix_caching": prefix_caching, "device": device}
-    run_server(model, host=host, port=port, model_name=model_name, api_key=api_key,
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    run_server(model, progress=say, host=host, port=port, model_name=model_name, api_key=api_key,
                engine={k: v for k, v in engine.items() if v is not None})
 
 
@@ -378,10 +377,11 @@ def progress_bars() -> Iterator[Callable[[str, float], None]]:
         yield report
 
 
-def _positive(name: str, text: str) -> int:
-    if not text.isdigit() or int(text) <= 0:
-        raise ValueError(f"{name} = {text!r}: wants a positive number, or channel")
-    return int(text)
+def _group(text: str) -> int:
+    """Input channels per scale; 0 is what recipes call one scale per channel."""
+    if text != "channel" and not (text.isdigit() and int(text) > 0):
+        raise ValueError(f"group = {text!r}: wants a positive number, or channel")
+    return 0 if text == "channel" else int(text)
 
 
 def main() -> None:

@@ -102,6 +102,7 @@ def test_noise_and_draws_are_those_of_a_cpu() -> None:
 
     def draws(device: str) -> Draws:
         values = (one * 0.8, torch.full((rows,), 50), one * 0.95, one * 0.01, one, one * 0, one * 0)
-        return Draws(torch.arange(rows, device=device), *(v.to(device) for v in values), keys.to(device), True, True, None, None)
+        slots = torch.arange(rows, device=device)
+        return Draws(slots, *(v.to(device) for v in values), keys.to(device), True, True, None, None)
 
     assert sample(logits, draws("cpu"), None).tolist() == sample(logits.cuda(), draws("cuda"), None).tolist()

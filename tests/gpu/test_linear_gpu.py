@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
 from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import SCHEMES, Scheme
-from nybble.kernels import linear_triton
+from nybble.kernels import linear_hopper, linear_triton
 from nybble.kernels.linear_triton import Tile
-from nybble.kernels.registry import LinearShape, choose, linear_kernels
+from nybble.kernels.registry import LinearKernel, LinearShape, choose
 from nybble.kernels.types import Rows
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +50,11 @@ def ask(name: str, n: int, k: int) -> LinearShape:
     return LinearShape(SCHEMES[name], n, k, CUDA, torch.bfloat16)
 
 
+def kernels(shape: LinearShape) -> list[LinearKernel]:
+    """Every kernel of ours that accepts."""
+    return [kernel for kernel in (*linear_hopper.KERNELS, *linear_triton.KERNELS) if kernel.accepts(shape) is None]
+
+
 def whole_groups(name: str, k: int) -> bool:
     weight = SCHEMES[name].weight
     return weight is not None and k % (weight.group or k) == 0
@@ -66,15 +71,16 @@ def test_against_float64_and_one_result_for_every_batch(name: str, shape: tuple[
     if not whole_groups(name, k):
         pytest.skip("whole groups only")
     weight, all_rows = weight_of(SCHEMES[name], n, k), rows_of(max(TOKENS), k)
-    kernel = choose(ask(name, n, k)).kernel
-    assert kernel.name != "torch int8"
-    packed = kernel.pack(weight, ask(name, n, k))
     want = (all_rows.codes.double() * all_rows.scale.double()[:, None]) @ dequantize(weight, torch.float64).t()
-    whole = kernel.run(packed, all_rows)
-    assert relative(whole, want) < 3e-3  # bf16 rounding of the output
-    for tokens in TOKENS:
-        part = Rows(all_rows.codes[:tokens], all_rows.scale[:tokens])
-        assert torch.equal(kernel.run(packed, part), whole[:tokens]), f"{tokens} tokens differ from {max(TOKENS)}"
+    assert kernels(ask(name, n, k))
+    for kernel in kernels(ask(name, n, k)):
+        packed = kernel.pack(weight, ask(name, n, k))
+        whole = kernel.run(packed, all_rows)
+        assert relative(whole, want) < 3e-3, kernel.name  # bf16 rounding of the output
+        for tokens in TOKENS:
+            part = Rows(all_rows.codes[:tokens], all_rows.scale[:tokens])
+            same = torch.equal(kernel.run(packed, part), whole[:tokens])
+            assert same, f"{kernel.name}: {tokens} tokens differ from {max(TOKENS)}"
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w8a8"])
@@ -83,9 +89,8 @@ def test_per_channel_is_bitwise_the_integer_reference(name: str) -> None:
     shape = replace(ask(name, n, k), dtype=torch.float32)
     weight, x = weight_of(SCHEMES[name], n, k), rows_of(130, k)
     exact = (x.codes.double() @ weight.codes.double().t()).float() * weight.scale.t() * x.scale[:, None]
-    for kernel in linear_kernels(CUDA):
-        if kernel.accepts(shape) is None:
-            assert torch.equal(kernel.run(kernel.pack(weight, shape), x), exact), kernel.name
+    for kernel in kernels(shape):
+        assert torch.equal(kernel.run(kernel.pack(weight, shape), x), exact), kernel.name
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w8a8", "w4a8_g128", "w4a16_g128"])
@@ -135,9 +140,8 @@ def test_nothing_is_written_or_read_past_the_end(tokens: int) -> None:
     poisoned[: tokens * k] = x.codes.view(-1)
     x = Rows(poisoned[: tokens * k].view(tokens, k), x.scale)
     exact = (x.codes.double() @ weight.codes.double().t()).float() * weight.scale.t() * x.scale[:, None]
-    for kernel in linear_kernels(CUDA):
-        if kernel.accepts(shape) is None:
-            assert torch.equal(kernel.run(kernel.pack(weight, shape), x), exact), kernel.name
+    for kernel in kernels(shape):
+        assert torch.equal(kernel.run(kernel.pack(weight, shape), x), exact), kernel.name
     assert (poisoned[tokens * k :] == 127).all()
 
 
@@ -149,3 +153,90 @@ def test_logits(vocabulary: int) -> None:
     assert (out - hidden.double() @ weight.double().t()).abs().max().item() < 1e-3
     for rows in (slice(0, 1), slice(5, 40), slice(64, 130)):
         assert torch.equal(linear_triton.logits(hidden[rows], weight), out[rows])
+
+
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+HOPPER_TILES = [
+    linear_hopper.Tile(64, 16, 10, True, 2, 8, 120),
+    linear_hopper.Tile(128, 16, 8, True, 1, 8, 80),
+    linear_hopper.Tile(128, 32, 6, True, 2, 8, 80),
+    linear_hopper.Tile(128, 64, 6, False, 0),
+    linear_hopper.Tile(256, 64, 4, True, 1),
+    linear_hopper.Tile(128, 128, 4, False, 1, 4),
+    linear_hopper.Tile(256, 128, 4, True, 1, 2),
+    linear_hopper.Tile(256, 128, 5, False, 1, 1),
+    linear_hopper.Tile(128, 256, 4, False, 1),
+]
+
+
+def whole_scaled(n: int, k: int) -> QTensor:
+    """Groups that live on the int8 grid exactly: whole scales, the largest and zero among them."""
+    weight = weight_of(SCHEMES["w4a8_qqq_g128"], n, k)
+    scale = torch.randint(1, 17, weight.scale.shape, device=CUDA).float()
+    scale[0], scale[1] = 16, 0
+    return replace(weight, scale=scale)
+
+
+@HOPPER
+@pytest.mark.parametrize("tile", HOPPER_TILES, ids=lambda tile: "x".join(str(int(v)) for v in tile))
+@pytest.mark.parametrize("name", ["w4a8", "w4a8_qqq_g128"])
+@pytest.mark.parametrize("shape", [(960, 576), (5120, 5120), (200, 1152)])
+def test_every_hopper_tile_is_bitwise_exact(name: str, tile: linear_hopper.Tile, shape: tuple[int, int]) -> None:
+    n, k = shape
+    if not whole_groups(name, k):
+        pytest.skip("whole groups only")
+    weight = weight_of(SCHEMES[name], n, k) if name == "w4a8" else whole_scaled(n, k)
+    wanted = replace(ask(name, n, k), dtype=torch.float32)
+    kernel = linear_hopper.KERNELS[0]
+    packed = kernel.pack(weight, wanted)
+    assert isinstance(packed, linear_hopper.Packed)
+    inner = weight.codes.double()
+    if weight.over is not None:
+        inner = inner * weight.scale.double().repeat_interleave(128, 1)
+    channel = weight.scale if weight.over is None else weight.over
+    for tokens in (1, 5, tile.BT, tile.BT + 3, 300):
+        x = rows_of(tokens, k)
+        exact = (x.codes.double() @ inner.t()).float() * channel.t() * x.scale[:, None]
+        for _ in range(5):  # a race between programs that share a tile would show
+            assert torch.equal(kernel.run(replace(packed, tile=tile), x), exact), tokens
+    assert not packed.arrivals.any()
+
+
+@HOPPER
+def test_qqq_scales_that_are_not_whole_stay_exact() -> None:
+    wanted = replace(ask("w4a8_qqq_g128", 512, 1024), dtype=torch.float32)
+    weight, x = weight_of(SCHEMES["w4a8_qqq_g128"], 512, 1024), rows_of(33, 1024)
+    kernel = linear_hopper.KERNELS[0]
+    inner = torch.round(weight.codes.float() * weight.scale.repeat_interleave(128, 1)).clamp(-128, 127)
+    assert weight.over is not None
+    exact = (x.codes.double() @ inner.double().t()).float() * weight.over.t() * x.scale[:, None]
+    assert torch.equal(kernel.run(kernel.pack(weight, wanted), x), exact)
+
+
+@pytest.mark.parametrize("name", ["w4a8", "w8a8", "w4a8_g128"])
+def test_a_kernel_that_starts_early_waits_for_its_input(name: str) -> None:
+    """The scales of each product are the output of the one right before it, in one graph, many times."""
+    k = 2048
+    wanted = replace(ask(name, k, k), dtype=torch.float32)
+    weight = weight_of(SCHEMES[name], k, k)
+    one = rows_of(1, k)
+    codes = torch.randint(-127, 128, (k, k), dtype=torch.int8, device=CUDA)
+    for kernel in kernels(wanted):
+        packed = kernel.pack(weight, wanted)
+
+        def chain(kernel: LinearKernel = kernel, packed: object = packed) -> torch.Tensor:
+            return kernel.run(packed, Rows(codes, kernel.run(packed, one)[0]))
+
+        first = kernel.run(packed, one)[0].clone()
+        torch.cuda.synchronize()
+        expected = kernel.run(packed, Rows(codes, first)).clone()
+        torch.cuda.synchronize()
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [chain() for _ in range(6)]
+        for _ in range(5):
+            for out in outs:
+                out.zero_()
+            graph.replay()
+            assert all(torch.equal(out, expected) for out in outs), kernel.name

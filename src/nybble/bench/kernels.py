@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from torch import Tensor
 from nybble.bench.timing import Call, Timing, copies_beyond_cache, interleave
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import SCHEMES
-from nybble.kernels import linear_triton
-from nybble.kernels.linear_triton import Packed, Row, Tile
+from nybble.kernels import linear_hopper, linear_triton
+from nybble.kernels.linear_triton import Row, Tile
 from nybble.kernels.registry import LinearKernel, LinearShape, linear_kernels
 from nybble.kernels.types import Rows
 
@@ -39,7 +39,8 @@ MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "llama-3-70b": (("qkv", 10240, 8192), ("o", 8192, 8192), ("gate_up", 57344, 8192), ("down", 8192, 28672)),
 }
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
-SWEPT = {"w4a8": "int4", "w4a8_g128": "group", "w8a8": "int8", "w4a16_g128": "float4"}
+SWEPT = {"w4a8": "int4", "w4a8_g128": "group", "w8a8": "int8", "w4a8_qqq_g128": "int8", "w4a16_g128": "float4"}
+FAMILIES = {"triton": linear_triton, "hopper": linear_hopper}
 RESULTS = "bench/results/h200.jsonl"
 
 
@@ -66,6 +67,14 @@ def floor_us(scheme: str, n: int, k: int, tokens: int, machine: Machine = H200) 
 
 
 # ---- what is timed ------------------------------------------------------------------------------------------------
+
+
+def kernels_for(shape: LinearShape) -> list[LinearKernel]:
+    """Every GPU kernel that accepts, the registry's order first, the torch reference left out."""
+    every = [kernel for family in FAMILIES.values() for kernel in family.KERNELS]
+    known = [kernel for kernel in linear_kernels(shape.device) if kernel in every]
+    preferred = known + [kernel for kernel in every if kernel not in known]
+    return [kernel for kernel in preferred if kernel.accepts(shape) is None]
 
 
 def random_weight(scheme: str, n: int, k: int, device: torch.device) -> QTensor:
@@ -164,27 +173,31 @@ def run(
     """
     device, deadline = torch.device("cuda"), time.monotonic() + budget_s
     records: list[dict[str, Any]] = []
+    wrong: set[str] = set()
     table: dict[int, dict[str, dict[str, float]]] = {m: {} for m in tokens}
-    report(f"{torch.cuda.get_device_name()}  torch {torch.__version__}  {model}  us per call, * = failed its check")
+    report(
+        f"{torch.cuda.get_device_name()}  torch {torch.__version__}  {model}  us per call; (wrong) failed its check somewhere"
+    )
     for layer, n, k in MODELS[model]:
         weights = {scheme: _weights(scheme, n, k, every_kernel, report) for scheme in schemes}
         for m in tokens:
             if time.monotonic() > deadline:
                 report(f"budget of {budget_s:.0f} s spent before {layer} M={m}")
                 break
-            calls, errors = _calls(weights, n, k, m, device, report)
+            calls, errors, failed = _calls(weights, n, k, m, device, report)
+            wrong |= failed
             timings = _time_all(calls, report)
             peers = {name: round(t.us, 2) for name, t in timings.items() if name.startswith("torch ")}
             for name, timing in timings.items():
                 table[m].setdefault(name, {})[layer] = timing.us
-                if name in errors:
+                if name in errors and name not in wrong:
                     scheme, kernel = name.split(" | ")
                     records.append(_record(model, layer, scheme, kernel, n, k, m, timing, errors[name], peers))
             del calls
         del weights
         torch.cuda.empty_cache()
     for m in tokens:
-        report(_format(m, table[m], MODELS[model]))
+        report(_format(m, table[m], MODELS[model], wrong))
     _append(results, records)
     return records
 
@@ -192,7 +205,7 @@ def run(
 def _weights(scheme: str, n: int, k: int, every: bool, report: Callable) -> list[tuple[LinearKernel, QTensor, list[Any]]]:
     device = torch.device("cuda")
     shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
-    kernels = [kernel for kernel in linear_kernels(device) if kernel.accepts(shape) is None and "torch" not in kernel.name]
+    kernels = kernels_for(shape)
     out = []
     for kernel in kernels if every else kernels[:1]:
         try:
@@ -204,18 +217,23 @@ def _weights(scheme: str, n: int, k: int, every: bool, report: Callable) -> list
     return out
 
 
-def _calls(weights: dict, n: int, k: int, m: int, device: torch.device, report: Callable) -> tuple[dict, dict[str, float]]:
+def _calls(
+    weights: dict, n: int, k: int, m: int, device: torch.device, report: Callable
+) -> tuple[dict, dict[str, float], set[str]]:
+    """-> (calls per kernel and peer, relative error per kernel, the kernels that failed: too far off or not the same alone)."""
     calls: dict[str, list[Call]] = {}
     errors: dict[str, float] = {}
+    wrong: set[str] = set()
     for scheme, entries in weights.items():
         for kernel, weight, copies in entries:
             name = f"{scheme} | {kernel.name}"
             try:
                 x = random_input(scheme, m, k, device)
-                error = relative_error(kernel, copies[0], weight, x)
-                errors[name] = error if same_alone(kernel, copies[0], x) else float("inf")
-                if not errors[name] < max(4e-3, SCHEMES[scheme].tol):
-                    report(f"  {name} N={n} K={k} M={m}: relative error {error:.1e}, alone same bits: {errors[name] == error}")
+                errors[name] = relative_error(kernel, copies[0], weight, x)
+                alone = same_alone(kernel, copies[0], x)
+                if not alone or not errors[name] < max(4e-3, SCHEMES[scheme].tol):
+                    wrong.add(name)
+                    report(f"  {name} N={n} K={k} M={m}: relative error {errors[name]:.1e}, same bits alone: {alone}")
                 calls[name] = [partial(kernel.run, p, x) for p in copies]
             except Exception as problem:
                 report(f"  {name} N={n} K={k} M={m}: {_short(problem)}")
@@ -223,7 +241,7 @@ def _calls(weights: dict, n: int, k: int, m: int, device: torch.device, report: 
         calls |= peer_calls(n, k, m, device)
     except Exception as problem:
         report(f"  peers N={n} K={k} M={m}: {_short(problem)}")
-    return calls, errors
+    return calls, errors, wrong
 
 
 def _time_all(calls: dict[str, list[Call]], report: Callable) -> dict[str, Timing]:
@@ -242,13 +260,13 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:160]}".replace("\n", " ")
 
 
-def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[str, int, int]]) -> str:
+def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[str, int, int]], wrong: set[str]) -> str:
     lines = [
         f"M={m:<6}{'':34}" + "".join(f"{layer:>10}" for layer, _, _ in layers) + f"{'sum':>10}{'floor':>8}{'of floor':>10}"
     ]
     for name, times in rows.items():
         cells = "".join(f"{times[layer]:10.1f}" if layer in times else f"{'-':>10}" for layer, _, _ in layers)
-        line = f"  {name:<40}{cells}"
+        line = f"  {name + (' (wrong)' if name in wrong else ''):<40}{cells}"
         if len(times) == len(layers):
             scheme = {"torch fp8": "w8a8", "torch int8 raw": "w8a8"}.get(name, name.split(" | ")[0])
             least = sum(floor_us(scheme, n, k, m) for _, n, k in layers)
@@ -291,35 +309,69 @@ def _append(path: str | None, records: Sequence[dict[str, Any]]) -> None:
 # ---- the sweep ----------------------------------------------------------------------------------------------------
 
 
-def tiles_to_try(kind: str, m: int) -> Iterator[Tile]:
+def tiles_to_try(family: str, kind: str, m: int) -> Iterator[Any]:
     """Every tile that could be good for `m` tokens: register and shared-memory limits of sm_90, small search elsewhere."""
+    yield from _hopper_tiles(m) if family == "hopper" else _triton_tiles(kind, m)
+
+
+def _triton_tiles(kind: str, m: int) -> Iterator[Tile]:
     tokens = [bm for bm in (16, 32, 64, 128, 256) if bm <= max(16, m)][-2 if m > 16 else -1 :]
     if m > 256:
         tokens = [128, 256]
-    eight = kind == "int8"
+    in_segments = kind in ("group", "float4")
     for bm, bn, bk, warps in itertools.product(tokens, (64, 128, 256), (128, 256), (4, 8)):
         per_thread = bn * bm // (32 * warps)
-        if per_thread > (64 if kind in ("group", "float4") else 128) or bn < 16 * warps or per_thread < 2:
+        if per_thread > (64 if in_segments else 128) or bn < 16 * warps or per_thread < 2:
             continue
-        if bk == 256 and (bm > 64 or kind in ("group", "float4")):
+        if bk == 256 and (bm > 64 or in_segments):
             continue
-        splits = [1] if m > 512 else ([1, 0] if kind in ("group", "float4") else [1, 2, 4, 8])
-        wide = 2 if kind == "float4" else 1
-        stage_bytes = bn * bk // (1 if eight else 2) + bm * bk * wide
+        splits = [1] if m > 512 else ([1, 0] if in_segments else [1, 2, 4, 8])
+        stage_bytes = bn * bk // (1 if kind == "int8" else 2) + bm * bk * (2 if kind == "float4" else 1)
         stages = [s for s in ((3, 4, 6, 8) if m <= 64 else (3, 4, 5)) if s * stage_bytes <= 220_000]
-        for split, stage, order in itertools.product(splits, stages, (8,) if m <= 256 else (4, 8, 16)):
+        for split, stage, order in itertools.product(splits, stages, (8,) if m <= 256 else (4, 16)):
             yield Tile(bn, bm, bk, split, stage, warps, order)
 
 
-def _try_tile(scheme: str, tile: Tile) -> None:
+def _hopper_tiles(m: int) -> Iterator[linear_hopper.Tile]:
+    """Two programs (or this one and the next kernel's) share a processor where registers and shared memory allow."""
+    tokens = [bt for bt in (16, 32, 64, 128, 256) if bt <= max(16, m)][-2 if m > 16 else -1 :]
+    if m > 256:
+        tokens = [128, 256]
+    for bt, bm in itertools.product(tokens, (64, 128, 256)):
+        if bm * bt > 32768 or (bm == 64 and bt > 64):
+            continue
+        small = bm * bt <= 128 * 64
+        for stages, stream in itertools.product((3, 4, 5, 6, 8, 10, 12), (True, False)):
+            one = linear_hopper.shared_bytes(linear_hopper.Tile(bm, bt, stages, stream), True)
+            if one > 227 * 1024 or (stream and m > 512) or one < 60_000:
+                continue
+            if small and one <= 113_000:
+                registers = 80 if bm > 64 else 120
+                for per_sm in (1, 2) if stream else (0,):
+                    yield linear_hopper.Tile(bm, bt, stages, stream, per_sm, 8, registers)
+            elif bm > 64:
+                for per_sm, order in itertools.product((1,) if stream else (0, 1), (8,) if m <= 256 else (4, 8, 16)):
+                    yield linear_hopper.Tile(bm, bt, stages, stream, per_sm, order)
+
+
+def _family_kernel(family: str, scheme: str, n: int, k: int) -> tuple[LinearKernel, LinearShape]:
+    shape = LinearShape(SCHEMES[scheme], n, k, torch.device("cuda"), torch.bfloat16)
+    kernels = [kernel for kernel in FAMILIES[family].KERNELS if kernel.accepts(shape) is None]
+    if not kernels:
+        raise LookupError(f"no {family} kernel takes {scheme}")
+    return kernels[0], shape
+
+
+def _try_tile(family: str, scheme: str, tile: Any) -> None:
     """Compile (into the shared cache) and run once on a small weight; in a worker process."""
     device = torch.device("cuda")
     n, k = 512, 2048
-    shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
-    kernel = next(kernel for kernel in linear_triton.KERNELS if kernel.accepts(shape) is None)
+    kernel, shape = _family_kernel(family, scheme, n, k)
     packed = kernel.pack(random_weight(scheme, n, k, device), shape)
-    for segments in {1, 4} if packed.kind in ("group", "float4") else {1}:
-        kernel.run(linear_triton.with_tile(replace(packed, segments=segments), tile), random_input(scheme, tile.BM, k, device))
+    tokens = tile.BT if family == "hopper" else tile.BM
+    for segments in {1, 4} if getattr(packed, "kind", "") in ("group", "float4") else {1}:
+        packed = replace(packed, segments=segments) if segments > 1 else packed
+        kernel.run(replace(packed, tile=tile), random_input(scheme, tokens, k, device))
     torch.cuda.synchronize()
 
 
@@ -327,18 +379,22 @@ def sweep(
     schemes: Sequence[str] = ("w4a8", "w4a8_g128"),
     model: str = "llama-2-13b",
     tokens: Sequence[int] = TOKENS[1:],
+    family: str = "triton",
     budget_s: float = 400.0,
     report: Callable[[str], object] = print,
 ) -> None:
     """The fastest tiles per shape and batch, and the rows for `TILES`. Tiles compile in parallel before anything is timed."""
     device, deadline = torch.device("cuda"), time.monotonic() + budget_s
-    candidates = {(scheme, m): list(tiles_to_try(SWEPT[scheme], m)) for scheme in schemes for m in tokens}
-    usable = _compile_all({(s, t) for (s, _), tiles in candidates.items() for t in tiles}, deadline - 0.5 * budget_s, report)
-    best: dict[tuple[str, int, int, int], Tile] = {}
-    layers = sorted({(n, k, layer) for layer, n, k in MODELS[model]})
-    for scheme, (n, k, layer) in itertools.product(schemes, layers):
-        shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
-        kernel = next(kernel for kernel in linear_triton.KERNELS if kernel.accepts(shape) is None)
+    candidates = {(scheme, m): list(tiles_to_try(family, SWEPT[scheme], m)) for scheme in schemes for m in tokens}
+    wanted = {(scheme, tile) for (scheme, _), tiles in candidates.items() for tile in tiles}
+    usable = _compile_all(family, wanted, deadline - 0.4 * budget_s, report)
+    best: dict[tuple[str, int, int, int], Any] = {}
+    for scheme, (layer, n, k) in itertools.product(schemes, MODELS[model]):
+        try:
+            kernel, shape = _family_kernel(family, scheme, n, k)
+        except LookupError:
+            report(f"no {family} kernel takes {scheme} N={n} K={k}")
+            continue
         weight = random_weight(scheme, n, k, device)
         packed = kernel.pack(weight, shape)
         copies = copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))
@@ -350,47 +406,51 @@ def sweep(
             found = _sweep_one(kernel, copies, x, [t for t in candidates[scheme, m] if (scheme, t) in usable], deadline)
             if not found:
                 continue
-            error = relative_error(kernel, linear_triton.with_tile(packed, found[0][1]), weight, x)
+            error = relative_error(kernel, replace(packed, tile=found[0][1]), weight, x)
+            shown = "  ".join(f"{us:.1f} {'x'.join(str(int(v)) for v in tile)}" for us, tile in found[:4])
             least = floor_us(scheme, n, k, m)
-            shown = "  ".join(f"{us:.1f} {'x'.join(map(str, tile[:7]))}" for us, tile in found[:4])
             report(f"{scheme} {layer} N={n} K={k} M={m} floor {least:.1f} relerr {error:.0e} tried {len(found)}: {shown}")
             best[scheme, m, n, k] = found[0][1]
         del copies, packed, weight
-    for (scheme, m, n, k), tile in sorted(best.items(), key=lambda item: (item[0][0], item[0][1], item[0][2], item[0][3])):
-        report(f"        {Row(SWEPT[scheme], m, n, k, tile)},")
+    for scheme, m in itertools.product(schemes, tokens):
+        total = {(n, k): best[scheme, m, n, k] for _, n, k in MODELS[model] if (scheme, m, n, k) in best}
+        for (n, k), tile in sorted(total.items()):
+            report(f"        {Row(SWEPT[scheme], m, n, k, tile) if family == 'triton' else (m, n, k, tile)},")
 
 
-def _compile_all(wanted: set[tuple[str, Tile]], deadline: float, report: Callable) -> set[tuple[str, Tile]]:
+def _compile_all(family: str, wanted: set[tuple[str, Any]], deadline: float, report: Callable) -> set[tuple[str, Any]]:
+    """Compile and try every tile in worker processes; one that hangs is given up after 45 s and its process killed."""
     start, usable, failures = time.monotonic(), set(), []
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_try_tile, *item): item for item in sorted(wanted)}
-        for future, item in futures.items():
-            try:
-                future.result(timeout=max(0.1, deadline - time.monotonic()))
-                usable.add(item)
-            except Exception as problem:
-                failures.append(f"{item[0]} {tuple(item[1])}: {_short(problem)}")
-                future.cancel()
+    pool = ProcessPoolExecutor(12, mp_context=get_context("spawn"))
+    futures = {pool.submit(_try_tile, family, *item): item for item in sorted(wanted)}
+    for future, item in futures.items():
+        try:
+            future.result(timeout=max(0.1, min(45.0, deadline - time.monotonic())))
+            usable.add(item)
+        except Exception as problem:
+            failures.append(f"{item[0]} {tuple(item[1])}: {_short(problem)}")
+            future.cancel()
+    pool.shutdown(wait=False, cancel_futures=True)
+    for child in active_children():
+        child.kill()
     report(f"compiled {len(usable)} of {len(wanted)} tiles in {time.monotonic() - start:.0f} s")
     for line in failures[:6]:
         report(f"  {line}")
     return usable
 
 
-def _rotation(kernel: LinearKernel, copies: Sequence[Packed], tile: Tile, x: Rows | Tensor) -> list[Call]:
-    return [partial(kernel.run, linear_triton.with_tile(packed, tile), x) for packed in copies]
+def _rotation(kernel: LinearKernel, copies: Sequence[Any], tile: Any, x: Rows | Tensor) -> list[Call]:
+    return [partial(kernel.run, replace(packed, tile=tile), x) for packed in copies]
 
 
 def _sweep_one(
-    kernel: LinearKernel, copies: Sequence[Packed], x: Rows | Tensor, tiles: Sequence[Tile], deadline: float
-) -> list[tuple[float, Tile]]:
+    kernel: LinearKernel, copies: Sequence[Any], x: Rows | Tensor, tiles: Sequence[Any], deadline: float
+) -> list[tuple[float, Any]]:
     """(microseconds, tile), fastest first; the five best are timed again in turns."""
     found = []
     for tile in tiles:
         if time.monotonic() > deadline:
             break
-        if tile.split > 1 and -(-copies[0].n // tile.BN) * -(-token_count(x) // tile.BM) * tile.split > 1056:
-            continue
         try:
             timing = timed_alone(_rotation(kernel, copies, tile, x), replays=3, least_us=300.0)
             found.append((timing.us, tile))
@@ -404,14 +464,11 @@ def _sweep_one(
     return found
 
 
-def token_count(x: Rows | Tensor) -> int:
-    return (x.codes if isinstance(x, Rows) else x).shape[0]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nybble.bench.kernels", description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="try tiles and print the best per shape and batch")
     parser.add_argument("--schemes", default=None, help="comma-separated names from formats.spec.SCHEMES")
+    parser.add_argument("--family", default="triton", choices=FAMILIES, help="whose tiles to sweep")
     parser.add_argument("--model", default="llama-2-13b", choices=MODELS)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--every-kernel", action="store_true", help="time all kernels that accept, not the chosen one alone")
@@ -422,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = [int(m) for m in options.tokens.split(",")]
     schemes = {} if options.schemes is None else {"schemes": options.schemes.split(",")}
     if options.sweep:
-        sweep(model=options.model, tokens=tokens, budget_s=options.budget, report=flush, **schemes)
+        sweep(model=options.model, tokens=tokens, family=options.family, budget_s=options.budget, report=flush, **schemes)
     else:
         run(model=options.model, tokens=tokens, every_kernel=options.every_kernel, budget_s=options.budget,
             results=options.results, report=flush, **schemes)  # fmt: skip

@@ -58,7 +58,7 @@ class Checkpoint:
             elif name not in consumed and role_of(name) is not None:
                 self._ignored[name] = "KV cache scale"
         hidden = consumed | self._ignored.keys()
-        self._plain = [name for name in store.names() if name not in hidden]
+        self._plain = dict.fromkeys(name for name in store.names() if name not in hidden)
         self._unread = dict.fromkeys([*self._module_of, *self._plain])
         fnuz = "fnuz" in f"{config.get('kv_cache_torch_dtype')}{config.get('kv_cache_dtype')}"
         self._scales = read_scales(path, store, FNUZ_TO_E4M3 if fnuz else 1.0)
@@ -99,7 +99,7 @@ class Checkpoint:
         return [*self._module_of, *self._plain]
 
     def has(self, name: str) -> bool:
-        return name in self._module_of or (self._store.has(name) and name in set(self._plain))
+        return name in self._module_of or name in self._plain
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading it. Raises KeyError."""
@@ -184,12 +184,11 @@ def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | No
     block = config.get("quantization_config") or config.get("compression_config")
     side = {name: _read_json(path / name) for name in SIDE_CONFIGS if (path / name).is_file()}
     if block:
-        if block.get("quant_method") == "modelopt" and "hf_quant_config.json" in side:
+        if "hf_quant_config.json" in side:
             block = {**side["hf_quant_config.json"].get("quantization", {}), **block}
-        if config.get("compression_config") and "quant_method" not in block:
-            block = {**block, "quant_method": "compressed-tensors"}
-        if "config_groups" in block and not block.get("quant_method"):
-            block = {**block, "quant_method": "compressed-tensors"}
+        if not block.get("quant_method"):
+            method = "modelopt" if "quant_algo" in block else "compressed-tensors" if "config_groups" in block else None
+            block = {**block, "quant_method": method}
         return block
     for name, content in side.items():
         if name == "hf_quant_config.json":

@@ -1,7 +1,8 @@
 """Small integers in 32-bit words: the dense little-endian bit stream that compressed-tensors, GPTQ and AWQ share.
 
 Element i of a row occupies bits [bits * i, bits * (i + 1)) of the row's stream, least significant first; 3-bit elements
-straddle words. Words are little-endian, as on every machine this runs on, so they are packed as bytes. Signs, zero points and orders are the formats' business.
+straddle words. Words are little-endian, as on every machine this runs on, so they are packed as bytes. Signs, zero points and
+orders are the formats' business.
 """
 
 from __future__ import annotations

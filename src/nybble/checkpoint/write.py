@@ -27,7 +27,8 @@ from nybble.text.gguf import find_gguf
 
 SHARD_BYTES = 5_000_000_000
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-           "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*")
+           "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*",
+           "NOTICE*")
 # What the source says about its own quantization, and is not true of what is written.
 STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "nybble")
 

@@ -25,7 +25,6 @@ from nybble.engine.messages import (
     Abort,
     Ask,
     Beat,
-    Bye,
     Delta,
     Fatal,
     FromEngine,
@@ -71,6 +70,7 @@ class EngineClient:
         self._tasks: list[asyncio.Task] = []
         self._context: zmq.asyncio.Context | None = None
         self._dead: EngineDied | None = None
+        self._ready = False
         self._heard = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -99,7 +99,9 @@ class EngineClient:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.connect(self._address)
             self._tasks += [asyncio.create_task(work()) for work in (self._receive, self._beat, self._watch_socket)]
-            return await asyncio.wait_for(self.info(), timeout_s)
+            info = await asyncio.wait_for(self.info(), timeout_s)
+            self._ready = True
+            return info
         except BaseException:
             await self.close()
             raise
@@ -143,11 +145,11 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine if it is ours, else leave it. What still waits gets EngineDied. May be called again."""
-        if self._context is not None and self._dead is None:
-            await self._send(Shutdown() if self._process is not None else Bye())
+        if self.alive and self._process is not None:
+            await self._send(Shutdown())
         owned = self._process
         if owned is not None and owned.returncode is None:
-            if self._context is None or self._dead is not None:
+            if not self._ready or self._dead is not None:  # it loads, and reads no messages
                 owned.terminate()
             try:
                 await asyncio.wait_for(owned.wait(), CLOSE_S)
@@ -162,7 +164,7 @@ class EngineClient:
         if self._context is not None:
             self._socket.disable_monitor()
             self._monitor.close()
-            self._socket.close(linger=200 if owned is None else 0)
+            self._socket.close(linger=0)
             self._context.term()
             self._context = None
         if self._folder is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from nybble.formats.numerics import FLOAT8
@@ -75,8 +76,12 @@ def allocate(
     shape = (num_blocks, config.num_kv_heads, block_size)
 
     def zeros(last: int, of: torch.dtype) -> torch.Tensor:
-        # Through bytes: not every torch fills float8.
-        return torch.zeros(*shape, last * of.itemsize, dtype=torch.uint8, device=device).view(of)
+        # In bytes, because not every torch fills float8. numpy's zeros are pages that take memory when they are first
+        # written, so a CPU's cache costs what is used of it.
+        size = (*shape, last * of.itemsize)
+        if torch.device(device).type == "cpu":
+            return torch.from_numpy(np.zeros(size, np.uint8)).view(of)
+        return torch.zeros(size, dtype=torch.uint8, device=device).view(of)
 
     layers = []
     for layer in range(config.num_layers):

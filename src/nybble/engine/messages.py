@@ -74,18 +74,15 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """I am alive; both sides say so once a second. A client that falls silent has its requests aborted."""
-
-
-class Bye(msgspec.Struct, frozen=True, tag=True):
-    """The client leaves: abort what is left of its requests."""
+    """I am alive; both sides say so once a second. A client that falls silent, or whose socket is closed when the engine
+    says so, has its requests aborted."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish nothing more, free everything, exit."""
 
 
-ToEngine = Submit | Abort | Ask | Beat | Bye | Shutdown
+ToEngine = Submit | Abort | Ask | Beat | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

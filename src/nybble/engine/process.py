@@ -1,7 +1,8 @@
 """The engine in its own process: `python -m nybble.engine.process --config '{"address": "ipc://...", "model": "..."}'`.
 
-One thread reads messages, steps, and sends what the step answered: one message per client and step. A client that leaves,
-falls silent or cannot be reached any more has its requests aborted. The process ends with its parent.
+One thread reads messages, steps, and sends what the step answered: one message per client and step. A client that leaves or
+falls silent has its requests aborted; a closed socket shows at the next message to it, a beat at the latest. The process ends
+with its parent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import zmq
 
 from nybble.engine.config import ProcessConfig
 from nybble.engine.core import Engine
-from nybble.engine.messages import Abort, Ask, Beat, Bye, Fatal, FromEngine, Shutdown, Submit, ToEngine
+from nybble.engine.messages import Abort, Ask, Beat, Fatal, FromEngine, Shutdown, Submit, ToEngine
 
 BEAT_S = 1.0
 log = logging.getLogger("nybble.engine")
@@ -112,8 +113,6 @@ def serve(engine: Engine, connections: Connections, silence_limit_s: float) -> N
                     engine.abort(f"{client}/{message.request_id}")
                 case Ask():
                     connections.send(client, [engine.info()])
-                case Bye():
-                    gone.add(client)
                 case Shutdown():
                     return
         gone.update(connections.silent(silence_limit_s))  # all that arrived is read, however long the last step took

@@ -600,11 +600,13 @@ _PROGRAMS = 4224  # what keeps 132 multiprocessors evenly busy to the end
 _LONGEST_CHAIN = 8
 
 
-def decode_tiles(kind: str, group: int, head_dim: int) -> Tiles:
+def decode_tiles(kind: str, group: int, head_dim: int, element_size: int = 2) -> Tiles:
     """Never a function of the batch: tile and split decide the order of sums."""
     if group == 1 and kind in ("copy", "int8", "int4"):
         return Tiles(32 if kind != "copy" and head_dim <= 128 else 16, 1, 1, vector=True)
-    return Tiles(64, 4, 3)
+    if element_size == 4:
+        return Tiles(32, 4, 1)
+    return Tiles(64, 4, 3) if head_dim <= 128 else Tiles(32, 4, 2)
 
 
 def prompt_tiles(kind: str, head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, Tiles]:
@@ -657,7 +659,7 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     rows, heads, head_dim = step.num_decode, kv.v.shape[1], q.shape[2]
     group = q.shape[1] // heads
     kind = kv.name if KV[kv.name].num.bits <= 8 else "copy"
-    tiles = tiles or decode_tiles(kind, group, head_dim)
+    tiles = tiles or decode_tiles(kind, group, head_dim, kv.v.element_size())
     cache, q_scale, v_scale, constants = _arguments(q, kv, scale, tiles.vector)
     splits = max(1, triton.cdiv(step.max_context, tiles.split))
     if stride is None:

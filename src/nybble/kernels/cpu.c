@@ -8,6 +8,7 @@
  * the same bits alone or in a batch, and a token the same bits as a prompt chunk or as a decode step. Compile with
  * -ffp-contract=off: where a multiply and an add are fused is our choice, not the optimizer's.
  */
+#define _GNU_SOURCE /* sched_getcpu */
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -282,6 +283,7 @@ static struct {
   pthread_cond_t wake;
   atomic_uint jobs;     /* counts jobs: what an idle worker watches */
   atomic_int sleeping;  /* workers that stopped watching */
+  atomic_int core;      /* where the caller last ran */
   atomic_uint state;    /* OPEN while workers may join, plus JOINED for each that is at work */
   Job *job;
   long workers;
@@ -313,9 +315,23 @@ ALWAYS void pause_core(void) {
 static void take_tasks(Job *job) {
   for (long task; (task = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed)) < job->tasks;) job->body(job->data, task);
 }
+/* On a busy machine the system may queue a worker behind the caller on one core, where it can only take the caller's time. */
+static int this_core(void) {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+static int beside_caller(void) {
+  const int core = this_core();
+  return core >= 0 && core == atomic_load_explicit(&pool.core, memory_order_relaxed);
+}
 static void *worker(void *number) {
   for (unsigned seen = 0;;) {
-    for (int i = 0; i < SPINS && atomic_load_explicit(&pool.jobs, memory_order_acquire) == seen; i++) pause_core();
+    for (int i = 1; i < SPINS && atomic_load_explicit(&pool.jobs, memory_order_acquire) == seen; i++)
+      if (i % 64 == 0 && beside_caller()) sched_yield();
+      else pause_core();
     if (atomic_load(&pool.jobs) == seen) {
       pthread_mutex_lock(&pool.bed);
       atomic_fetch_add(&pool.sleeping, 1);
@@ -324,7 +340,7 @@ static void *worker(void *number) {
       pthread_mutex_unlock(&pool.bed);
     }
     seen = atomic_load(&pool.jobs);
-    if ((long)(intptr_t)number >= atomic_load(&pool.wanted)) continue;
+    if ((long)(intptr_t)number >= atomic_load(&pool.wanted) || beside_caller()) continue;
     unsigned state = atomic_load(&pool.state);
     while (state & OPEN && !atomic_compare_exchange_weak(&pool.state, &state, state + JOINED)) {}
     if (!(state & OPEN)) continue;
@@ -353,6 +369,7 @@ static void parallel(void (*body)(void *, long), void *data, long tasks, double 
     pool.workers++;
   }
   pool.job = &job;
+  atomic_store_explicit(&pool.core, this_core(), memory_order_relaxed);
   atomic_store(&pool.wanted, wanted);
   atomic_store(&pool.state, OPEN);
   atomic_fetch_add(&pool.jobs, 1);
@@ -364,8 +381,8 @@ static void parallel(void (*body)(void *, long), void *data, long tasks, double 
   take_tasks(&job);
   atomic_fetch_and(&pool.state, ~(unsigned)OPEN);
   for (long i = 0; atomic_load_explicit(&pool.state, memory_order_acquire); i++) {
-    if (i < 1000) pause_core();
-    else sched_yield(); /* the worker may be waiting for this very core */
+    if (i % 256 < 255) pause_core();
+    else sched_yield(); /* and here a worker behind the caller */
   }
   pthread_mutex_unlock(&pool.caller);
 }

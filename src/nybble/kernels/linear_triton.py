@@ -395,20 +395,28 @@ class Row(NamedTuple):
 ANY = 1 << 30
 TILES: dict[str, tuple[Row, ...]] = {
     "hopper": (
-        Row("int4", 16, 6144, ANY, Tile(64, 16, 256, 4, 4, 4)),
-        Row("int4", 16, ANY, ANY, Tile(64, 16, 256, 2, 4, 4)),
-        Row("int4", 32, 6144, ANY, Tile(64, 32, 256, 4, 4, 4)),
-        Row("int4", 32, ANY, ANY, Tile(64, 32, 256, 2, 4, 4)),
-        Row("int4", 64, 6144, ANY, Tile(128, 64, 128, 4, 5, 4)),
-        Row("int4", 64, ANY, ANY, Tile(128, 64, 128, 2, 5, 4)),
-        Row("int4", 128, 6144, ANY, Tile(128, 128, 128, 2, 4, 4)),
-        Row("int4", 256, 6144, ANY, Tile(128, 128, 128, 2, 4, 8)),
-        Row("int4", 256, ANY, ANY, Tile(128, 128, 128, 1, 4, 4)),
-        Row("int4", ANY, ANY, ANY, Tile(128, 256, 128, 1, 4, 8)),
-        Row("group", 16, ANY, ANY, Tile(64, 16, 128, 0, 6, 4)),
-        Row("group", 32, ANY, ANY, Tile(64, 32, 128, 0, 5, 4)),
-        Row("group", 64, ANY, ANY, Tile(128, 64, 128, 0, 5, 8)),
-        Row("group", ANY, ANY, ANY, Tile(128, 128, 128, 1, 4, 8)),
+        Row("int4", 16, 6144, ANY, Tile(64, 16, 256, 4, 3, 4)),
+        Row("int4", 16, 16384, ANY, Tile(64, 16, 256, 1, 4, 4)),
+        Row("int4", 16, ANY, ANY, Tile(128, 16, 256, 1, 3, 8)),
+        Row("int4", 32, 6144, ANY, Tile(64, 32, 256, 4, 3, 4)),
+        Row("int4", 32, ANY, ANY, Tile(64, 32, 256, 1, 4, 4)),
+        Row("int4", 64, 6144, 6144, Tile(64, 32, 256, 2, 3, 4)),
+        Row("int4", 64, 6144, ANY, Tile(64, 32, 256, 4, 3, 4)),
+        Row("int4", 64, ANY, ANY, Tile(128, 64, 256, 1, 3, 8)),
+        Row("int4", 128, 6144, 6144, Tile(64, 64, 128, 2, 3, 4)),
+        Row("int4", 128, 6144, ANY, Tile(128, 64, 256, 2, 3, 8)),
+        Row("int4", 128, ANY, ANY, Tile(128, 64, 256, 1, 3, 8)),
+        Row("int4", 256, 6144, ANY, Tile(128, 128, 128, 2, 3, 4)),
+        Row("int4", 256, ANY, ANY, Tile(128, 128, 128, 1, 3, 4)),
+        Row("int4", ANY, 6144, ANY, Tile(128, 128, 128, 1, 3, 8)),
+        Row("int4", ANY, ANY, ANY, Tile(128, 128, 128, 1, 3, 4, 16)),
+        Row("group", 16, ANY, ANY, Tile(64, 16, 128, 0, 3, 4)),
+        Row("group", 64, 6144, ANY, Tile(128, 32, 128, 0, 3, 4)),
+        Row("group", 64, 16384, ANY, Tile(64, 64, 128, 0, 3, 4)),
+        Row("group", 64, ANY, ANY, Tile(128, 64, 128, 0, 3, 4)),
+        Row("group", 128, 6144, ANY, Tile(64, 64, 128, 0, 3, 4)),
+        Row("group", 128, ANY, ANY, Tile(128, 64, 128, 0, 3, 4)),
+        Row("group", ANY, ANY, ANY, Tile(64, 128, 128, 0, 3, 4)),
         Row("int8", 16, 6144, ANY, Tile(64, 16, 256, 4, 4, 4)),
         Row("int8", 16, ANY, ANY, Tile(64, 16, 256, 2, 4, 4)),
         Row("int8", 64, ANY, ANY, Tile(64, 64, 128, 2, 5, 4)),
@@ -540,7 +548,7 @@ def _common_group(weight: QTensor) -> tuple[int, int]:
     return (BLOCK, group // BLOCK) if group > BLOCK else (group, 1)
 
 
-def _pack_int(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
+def pack_int(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
     assert isinstance(weight, QTensor)
     weight = weight.to(shape.device)
     n, k = weight.shape
@@ -647,7 +655,7 @@ def overlaps(device: torch.device) -> bool:
     return capability is not None and capability[0] >= 9 and not interpreting()
 
 
-def _run_int(packed: Packed, x: Rows | Tensor) -> Tensor:
+def run_int(packed: Packed, x: Rows | Tensor) -> Tensor:
     assert isinstance(x, Rows)
     codes = x.codes.contiguous()
     heads = (codes, x.scale, packed.codes, packed.scale)
@@ -758,7 +766,7 @@ def _accepts_float(shape: LinearShape) -> str | None:
 
 
 KERNELS = (
-    LinearKernel("triton int8", _accepts_int, _pack_int, _run_int, PER_TOKEN_INT8),
+    LinearKernel("triton int8", _accepts_int, pack_int, run_int, PER_TOKEN_INT8),
     LinearKernel("triton int4 groups", _accepts_group, _pack_group, _run_group, PER_TOKEN_INT8),
     LinearKernel("triton w4a16", _accepts_float, _pack_float, _run_float, None),
 )

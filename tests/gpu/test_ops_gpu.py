@@ -1,0 +1,232 @@
+"""Fused ops and paged attention on a GPU: against `kernels.reference`, and bit for bit against themselves in other batches."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ops_cases import attention_case, make_step, poisoned_cache  # noqa: E402
+
+from nybble.formats.numerics import quantize_rows  # noqa: E402
+from nybble.kernels import reference  # noqa: E402
+from nybble.kernels.types import LayerKV, Step  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+KINDS = ("bf16", "fp16", "int8", "int4", "fp8", "fp8_e5m2")
+BF16 = torch.bfloat16
+
+
+def on_gpu(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+
+
+def case(name: str, *shape, **more) -> tuple[torch.Tensor, LayerKV, Step]:
+    return attention_case(name, *shape, device="cuda", dtype=torch.float16 if name == "fp16" else BF16, **more)
+
+
+def attend(q: torch.Tensor, kv: LayerKV, step: Step, scale: float = 0.1, window: int = 0) -> torch.Tensor:
+    """The op with its output buffer's memory full of NaN."""
+    from nybble.kernels.attention_triton import attention
+
+    poison = torch.full_like(q, float("nan"))
+    del poison  # the caching allocator hands the same memory to the op
+    return attention(q, kv, step, scale, window)
+
+
+def check(q: torch.Tensor, kv: LayerKV, step: Step, scale: float = 0.1, window: int = 0) -> None:
+    want = reference.attention(q.float(), kv, step, scale, window)
+    got = attend(q, kv, step, scale, window).float()
+    assert torch.isfinite(got).all()
+    assert (got - want).norm() <= 4e-3 * want.norm()  # outputs and probabilities are 16-bit
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1)])
+def test_mixed_batch(name: str, dim: int, heads: int, kv_heads: int) -> None:
+    check(*case(name, [1, 70, 700, 2400, 130, 33, 300], [1, 1, 1, 1, 130, 20, 3], heads, kv_heads, dim, 32), dim**-0.5)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_block_sizes(block_size: int, kv_heads: int) -> None:
+    check(*case("int8", [500, 65, 200], [1, 1, 120], 4, kv_heads, 128, block_size))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("window", [1, 100, 1024])
+def test_window(name: str, window: int) -> None:
+    for kv_heads in (4, 1):
+        check(*case(name, [1500, 90, 700], [1, 1, 300], 4, kv_heads, 64, 64), window=window)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_long_context(kv_heads: int) -> None:
+    check(*case("int8", [70000, 40], [1, 1], 2, kv_heads, 64, 64), 0.05)
+
+
+def test_fp32_model() -> None:
+    q, kv, step = attention_case("fp32", [300, 40, 90], [1, 1, 70], 4, 2, 64, 16, device="cuda")
+    torch.testing.assert_close(attend(q, kv, step), reference.attention(q, kv, step, 0.1, 0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 5e3])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_values_of_any_size(scale: float, kv_heads: int) -> None:
+    """V at the ends of what fp16 parameters hold: probabilities times scale_v must neither overflow nor vanish in fp16."""
+    q, kv, step = case("int8", [300, 80], [1, 60], 2, kv_heads, 64, 64)
+    for part in (kv.v_params,):
+        part.copy_((part.float() * scale).clamp(-6e4, 6e4))
+    want = reference.attention(q.float(), kv, step, 0.1, 0)
+    got = attend(q, kv, step).float()
+    assert (got - want).norm() <= 1e-2 * want.norm()
+
+
+def rows_of(step: Step, rows: list[int], keep_width: bool) -> tuple[Step, torch.Tensor]:
+    """The step with some of its rows only, and the indices of their tokens."""
+    start = step.query_start.tolist()
+    tokens = torch.cat([torch.arange(start[r], start[r + 1]) for r in rows]).cuda()
+    counts = [start[r + 1] - start[r] for r in rows]
+    context = step.context_len[rows]
+    longest = int(context.max())
+    decode = sum(r < step.num_decode for r in rows)
+    table = step.block_table[rows] if keep_width else step.block_table[rows, : -(-longest // 16)].contiguous()
+    return Step(step.token_ids[tokens], step.positions[tokens], step.slots[tokens],
+                torch.tensor([0, *counts]).cumsum(0).int().cuda(), context, table, decode, max(counts[decode:], default=0),
+                step.max_context if keep_width else longest, None), tokens
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+def test_a_row_s_bits_do_not_depend_on_the_batch(name: str, heads: int, kv_heads: int) -> None:
+    contexts, queries = [900, 3, 2300, 256, 257, 90, 400, 130], [1, 1, 1, 1, 1, 90, 129, 1]
+    q, kv, step = case(name, contexts, queries, heads, kv_heads, 128, 16, decode=5)
+    whole = attend(q, kv, step)
+    assert torch.equal(attend(q, kv, step), whole)
+    for rows in ([0], [1], [2, 4], [3, 1, 0], [5], [6], [7], [4, 6, 5], [0, 1, 2, 3, 4]):
+        some, tokens = rows_of(step, rows, keep_width=len(rows) % 2 == 0)
+        assert torch.equal(attend(q[tokens].contiguous(), kv, some), whole[tokens]), rows
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_many_rows_take_the_direct_path_with_the_same_bits(group: int) -> None:
+    """400 rows x 12 heads are enough programs that one sums all splits of a row; alone, a row is shared and combined."""
+    contexts = [(37 * i) % 1900 + 1 for i in range(400)]
+    q, kv, step = case("int8", contexts, [1] * 400, 12 * group, 12, 64, 16)
+    whole = attend(q, kv, step)
+    for row in (0, 7, 51, 399):
+        some, tokens = rows_of(step, [row], keep_width=False)
+        assert torch.equal(attend(q[tokens].contiguous(), kv, some), whole[tokens])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("window", [0, 150])
+def test_chunks_of_a_prompt_give_the_same_bits(name: str, window: int) -> None:
+    length = 700
+    q, kv, step = case(name, [length], [length], 8, 2, 128, 32, decode=0)
+    whole = attend(q, kv, step, window=window)
+    for sizes in ([64] * 10 + [60], [1, 130, 7, 500, 62], [333, 367]):
+        done, parts = 0, []
+        for size in sizes:
+            chunk = replace(step, query_start=torch.tensor([0, size], dtype=torch.int32, device="cuda"), max_query=size,
+                            context_len=torch.tensor([done + size], dtype=torch.int32, device="cuda"), max_context=done + size)
+            parts.append(attend(q[done : done + size].contiguous(), kv, chunk, window=window))
+            done += size
+        assert torch.equal(torch.cat(parts), whole), sizes
+
+
+def test_a_graph_replays_with_other_contexts() -> None:
+    """Captured at full table width with padding rows; replayed after contexts and tables changed in place."""
+    q, kv, step = case("int8", [900, 100, 30, 1], [1] * 4, 8, 8, 128, 64)
+    from nybble.kernels.attention_triton import attention
+
+    attention(q, kv, step, 0.1, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, kv, step, 0.1, 0)
+    for contexts in ([900, 100, 30, 1], [500, 64, 0, 1]):
+        step.context_len.copy_(torch.tensor(contexts))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, attention(q, kv, step, 0.1, 0))
+        assert torch.isfinite(out).all()
+
+
+# ---- fused ops ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 576, 4096, 5120, 13824])
+def test_rms_norm_and_row_independence(width: int) -> None:
+    from nybble.kernels.ops_triton import rms_norm
+
+    x, residual, weight = on_gpu(70, width), on_gpu(70, width, seed=1), on_gpu(width, seed=2)
+    x[3], residual[3] = 0, 0
+    wide = (x.float() + residual.float()).to(BF16).double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    rows, h = rms_norm(x, weight, 1e-5, residual, True)
+    assert torch.equal(h.double(), wide)
+    step = exact.abs().amax(-1, keepdim=True) / 127
+    assert ((rows.codes * rows.scale[:, None] - exact).abs() <= step * 0.502).all()
+    y, _ = rms_norm(x, weight, 1e-5, residual, False)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
+    alone, _ = rms_norm(x[7:8], weight, 1e-5, residual[7:8], True)
+    assert torch.equal(alone.codes[0], rows.codes[7])
+    assert torch.equal(alone.scale[0], rows.scale[7])
+
+
+@pytest.mark.parametrize("width", [96, 1536, 13824])
+def test_silu_mul_and_quantize_rows(width: int) -> None:
+    from nybble.kernels.ops_triton import quantize_rows as kernel
+    from nybble.kernels.ops_triton import silu_mul
+
+    x = on_gpu(33, 2 * width) * 3
+    gate, up = x.double().chunk(2, -1)
+    exact = gate / (1 + (-gate).exp()) * up
+    rows = silu_mul(x, True)
+    step = exact.abs().amax(-1, keepdim=True) / 127
+    assert ((rows.codes * rows.scale[:, None] - exact).abs() <= step * 0.502).all()
+    torch.testing.assert_close(silu_mul(x, False).double(), exact, rtol=2**-8, atol=1e-5)
+    codes, scale = quantize_rows(x.cpu())
+    got = kernel(x)
+    assert torch.equal(got.codes.cpu(), codes)
+    assert torch.equal(got.scale.cpu(), scale)
+
+
+@pytest.mark.parametrize("name", ["fp32", *KINDS])
+@pytest.mark.parametrize(("dim", "rotary", "normed"), [(128, 128, True), (80, 32, False), (96, 96, False), (256, 64, True)])
+def test_rope_write(name: str, dim: int, rotary: int, normed: bool) -> None:
+    from nybble.kernels.ops_triton import rope_write
+
+    heads, kv_heads = 12, 3
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(name, BF16)
+    step = make_step([500, 40, 90], [1, 1, 61], 32, 30, "cuda")
+    step.slots[20] = -1
+    qkv = on_gpu(63, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angle = torch.arange(600)[:, None] / 10 ** torch.linspace(0, 4, rotary // 2)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), -1).cuda()
+    norms = (on_gpu(dim, seed=3, dtype=dtype), on_gpu(dim, seed=4, dtype=dtype)) if normed else (None, None)
+    caches = [poisoned_cache(name, 30, kv_heads, 32, dim, "cuda", k_scale=0.02, v_scale=0.013) for _ in range(2)]
+    want = reference.rope_write(qkv, caches[0], step, cos_sin, kv_heads, *norms, 1e-6)
+    got = rope_write(qkv, caches[1], step, cos_sin, kv_heads, *norms, 1e-6)
+    ulp = 1e-5 if name == "fp32" else 2**-7
+    torch.testing.assert_close(got, want, rtol=ulp, atol=1e-4)
+    for part in ("k", "v"):
+        a, b = (getattr(c, part) for c in caches)
+        if a.element_size() == 1:
+            a, b = a.view(torch.uint8).int(), b.view(torch.uint8).int()
+            if name == "int4":
+                a, b = torch.cat((a & 15, a >> 4), -1), torch.cat((b & 15, b >> 4), -1)
+            assert (a - b).abs().max() <= 2
+            assert (a != b).float().mean() < 1e-2
+        else:
+            torch.testing.assert_close(a, b, rtol=ulp, atol=1e-4, equal_nan=True)
+        if caches[0].k_params is not None:
+            a, b = (getattr(c, f"{part}_params") for c in caches)
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-3, equal_nan=True)

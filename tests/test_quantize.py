@@ -1,0 +1,437 @@
+"""Scales, GPTQ, rotation, smoothing against independent references; a tiny checkpoint end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from nybble.checkpoint import open_checkpoint
+from nybble.formats.qtensor import dequantize
+from nybble.formats.spec import INT4, SCHEMES, Spec
+from nybble.models import forward_window, load_model, read_config
+from nybble.models.load import build
+from nybble.quantize import Recipe, quantize_checkpoint
+from nybble.quantize.calibrate import build_layer, calibration_step, take_windows
+from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, output_error, quantize_gptq, refit_scale
+from nybble.quantize.recipe import from_dict, from_toml, shipped_text
+from nybble.quantize.rotate import Rotated, can_rotate, hadamard
+from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn
+from nybble.quantize.run import group_notes, linear_schemes
+from nybble.quantize.smooth import ALL_SITES, search, smooth_layer
+
+CHANNEL, GROUP = Spec(INT4, (1, None)), Spec(INT4, (1, 32))
+
+
+def correlated(rows: int, k: int, seed: int = 0) -> Tensor:
+    """Inputs with a few directions that carry most of the energy, and one outlier channel, as in a transformer."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 8, generator=random) @ torch.randn(8, k, generator=random)
+    x += 0.3 * torch.randn(rows, k, generator=random)
+    x[:, 3] *= 20
+    return x
+
+
+def weight_of(n: int, k: int, seed: int = 1) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def moment_of(x: Tensor) -> Tensor:
+    moment = SecondMoment(x.shape[1], "cpu")
+    moment.add(x[:100])
+    moment.add(x[100:])
+    return moment.mean()
+
+
+# ---- scales ---------------------------------------------------------------------------------------------------------
+
+
+def test_absmax_scales_are_rounded_before_the_codes():
+    w = torch.tensor([[0.7, -0.3, 0.05, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    q = quantize_rtn(w, CHANNEL, torch.float16)
+    stored = float(np.float16(0.7 / 7))
+    assert q.scale.tolist() == [[stored], [0.0]]
+    assert q.codes.tolist() == [[round(v / stored) for v in (0.7, -0.3, 0.05, 0.0)], [0, 0, 0, 0]]
+    assert q.codes.tolist()[0] == [7, -3, 1, 0]
+
+
+def test_scale_dtype_bounds_what_is_stored():
+    w = weight_of(8, 64)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for scale in (absmax_scale(w, GROUP, dtype), mse_scale(w, GROUP, dtype)):
+            assert torch.equal(scale, scale.to(dtype).float())
+    assert absmax_scale(torch.full((1, 32), 1e6), CHANNEL, torch.float16).item() == 65504.0  # never inf
+
+
+def test_mse_scale_beats_absmax_and_a_fine_grid_barely_beats_it():
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) ** 3
+
+    def loss(scale: Tensor) -> Tensor:
+        codes = torch.clamp(torch.round(w.double() / scale.double()), -8, 7)
+        return (codes * scale.double() - w.double()).abs().pow(ERROR_POWER).sum(1)
+
+    widest = w.abs().amax(1, keepdim=True) / 7
+    fine = torch.stack([loss(widest * p) for p in np.linspace(0.2, 1.0, 801)]).amin(0)
+    found = loss(mse_scale(w, CHANNEL, torch.float32))
+    assert (found <= loss(widest)).all()
+    assert found.sum() < 0.95 * loss(widest).sum()
+    assert found.sum() < 1.1 * fine.sum()
+
+
+def test_importance_moves_the_scale_towards_channels_that_matter():
+    w = torch.tensor([[1.0, 0.11, 0.12, 0.13]])
+    weighted = mse_scale(w, CHANNEL, torch.float32, torch.tensor([1e-4, 1.0, 1.0, 1.0]))
+    assert weighted.item() < mse_scale(w, CHANNEL, torch.float32, torch.tensor([1.0, 1e-3, 1e-3, 1e-3])).item()
+
+
+@pytest.mark.parametrize("spec", [Spec(INT4, (1, 32), zero=True), SCHEMES["w4a8_qqq_g128"].weight, Spec(INT4, (None, None))])
+def test_specs_that_are_not_written_are_refused(spec: Spec):
+    with pytest.raises(ValueError, match="symmetric weights"):
+        quantize_rtn(weight_of(4, 128), spec)
+
+
+def test_bad_weights_are_refused():
+    w = weight_of(4, 48)
+    with pytest.raises(ValueError, match="do not divide 48"):
+        quantize_rtn(w, Spec(INT4, (1, 32)))
+    w[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        quantize_rtn(w, CHANNEL)
+    with pytest.raises(ValueError, match=r"layer 7.*NaN"):
+        quantize_gptq(w, torch.eye(48), CHANNEL, name="layer 7")
+
+
+# ---- GPTQ -----------------------------------------------------------------------------------------------------------
+
+
+def surgeon(w: np.ndarray, h: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Optimal brain quantization in natural order, by the textbook: remove a channel from H^-1 by elimination. float64."""
+    w, inverse = w.copy(), np.linalg.inv(h)
+    codes = np.zeros_like(w)
+    for j in range(w.shape[1]):
+        codes[:, j] = np.clip(np.rint(w[:, j] / scale[:, j]), -8, 7)
+        error = (w[:, j] - codes[:, j] * scale[:, j]) / inverse[j, j]
+        w -= np.outer(error, inverse[j])
+        inverse = inverse - np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return codes
+
+
+@pytest.mark.parametrize("spec", [CHANNEL, GROUP])
+@pytest.mark.parametrize("block", [16, 128])
+def test_gptq_is_the_optimal_brain_surgeon_in_float64(spec: Spec, block: int):
+    w, h = weight_of(24, 96), moment_of(correlated(400, 96))
+    options = GptqOptions(damping=0.01, act_order=False, mse=False, sweeps=0, block=block)
+    q = quantize_gptq(w, h, spec, torch.float32, options)
+    damped = h.double().numpy() + 0.01 * float(h.diagonal().mean()) * np.eye(96)
+    scale = absmax_scale(w, spec, torch.float32)
+    assert torch.equal(q.scale, scale)
+    expected = surgeon(w.double().numpy(), damped, scale.repeat_interleave(96 // scale.shape[1], 1).double().numpy())
+    # fp32 error feedback may flip a code that lies on a tie; nothing else
+    assert (q.codes.numpy() != expected).mean() < 0.005
+
+
+def test_without_correlation_gptq_is_rounding_to_nearest():
+    w, h = weight_of(16, 64), torch.diag(torch.linspace(1, 9, 64))
+    rtn = quantize_rtn(w, GROUP, torch.float16)
+    assert torch.equal(quantize_gptq(w, h, GROUP, torch.float16, GptqOptions(mse=False)).codes, rtn.codes)
+    refitted = quantize_gptq(w, h, GROUP, torch.float16, GptqOptions(mse=False, sweeps=2))
+    assert output_error(w, refitted, h) < output_error(w, rtn, h)
+
+
+@pytest.mark.parametrize("spec", [CHANNEL, GROUP])
+def test_each_refinement_lowers_the_output_error(spec: Spec):
+    w, x = weight_of(64, 128), correlated(1000, 128)
+    h = moment_of(x)
+    errors = [output_error(w, quantize_rtn(w, spec), h)]
+    for options in (
+        GptqOptions(act_order=False, mse=False, sweeps=0),
+        GptqOptions(mse=True, sweeps=0),
+        GptqOptions(mse=True, sweeps=1),
+        GptqOptions(mse=True, sweeps=4),
+    ):
+        errors.append(output_error(w, quantize_gptq(w, h, spec, options=options), h))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.5 * errors[1] < 0.25 * errors[0]
+
+
+def test_output_error_is_the_outputs():
+    w, x = weight_of(8, 32).double(), correlated(300, 32).double()
+    q = quantize_rtn(w.float(), CHANNEL)
+    exact = ((x @ (dequantize(q, torch.float64) - w).t()).square().sum() / (x @ w.t()).square().sum()).item()
+    assert output_error(w.float(), q, (x.t() @ x) / 300) == pytest.approx(exact, rel=1e-4)
+
+
+def test_refitted_scales_are_the_least_squares_solution():
+    w, x = weight_of(6, 64).double(), correlated(500, 64).double()
+    q = quantize_rtn(w.float(), GROUP, torch.float32)
+    h = (x.t() @ x) / 500
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(5))
+    codes = q.codes.double()
+    fitted = refit_scale(w[:, order].float(), codes[:, order].float(), q.scale, GROUP, order, h[order][:, order].float(),
+                         torch.float32)
+    for n in range(6):
+        columns = torch.stack([x[:, :32] @ codes[n, :32], x[:, 32:] @ codes[n, 32:]], 1)
+        expected = np.linalg.lstsq(columns.numpy(), (x @ w[n]).numpy(), rcond=None)[0]
+        assert fitted[n].numpy() == pytest.approx(expected, rel=2e-3)
+
+
+def test_follow_is_the_least_squares_solution():
+    w, x = weight_of(6, 16).double(), correlated(500, 16).double()
+    y = x @ w.t() + torch.randn(500, 6, generator=torch.Generator().manual_seed(2)).double()
+    h, cross = (x.t() @ x) / 500, ((y - x @ w.t()).t() @ x) / 500
+    expected = np.linalg.lstsq(x.numpy(), y.numpy(), rcond=None)[0].T
+    assert follow(w.float(), h, cross, 1e-9, "it").numpy() == pytest.approx(expected, abs=1e-4)
+    assert torch.allclose(follow(w.float(), h, torch.zeros(6, 16).double(), 0.01, "it"), w.float())
+
+
+def test_dead_and_dependent_inputs():
+    w, x = weight_of(8, 64), correlated(20, 64)  # 20 rows: rank 20 of 64
+    x[:, 10] = 0
+    q = quantize_gptq(w, moment_of(x), CHANNEL, torch.float16, GptqOptions(damping=1e-6, mse=False, sweeps=1))
+    assert torch.isfinite(dequantize(q)).all()
+    assert output_error(w, q, moment_of(x)) < output_error(w, quantize_rtn(w, CHANNEL), moment_of(x))
+    dead = quantize_gptq(torch.zeros(4, 64), moment_of(x), GROUP)
+    assert not dead.codes.any()
+    assert not dead.scale.any()
+
+
+def test_bad_statistics_name_the_layer():
+    h = moment_of(correlated(200, 32))
+    h[3, 4] = torch.inf
+    with pytest.raises(ValueError, match=r"model.layers.3.*NaN or infinity"):
+        quantize_gptq(weight_of(4, 32), h, CHANNEL, name="model.layers.3")
+    with pytest.raises(ValueError, match=r"model.layers.3.*does not factor"):
+        quantize_gptq(weight_of(4, 32), -torch.ones(32, 32) + torch.eye(32), CHANNEL, name="model.layers.3")
+    with pytest.raises(ValueError, match="no calibration row"):
+        SecondMoment(4, "cpu").mean()
+
+
+# ---- recipes and calibration text -----------------------------------------------------------------------------------
+
+
+def test_recipe_survives_toml_and_refuses_what_it_does_not_know():
+    recipe = Recipe(scheme="w4a16", group=64, method="rtn", damping=0.05, calibration='a "quoted" name')
+    assert from_toml(recipe.to_toml()) == recipe
+    assert from_dict(recipe.to_dict()) == recipe
+    for values, named in (({"grupo": 1}, "grupo"), ({"group": "64"}, "group"), ({"act_order": 1}, "act_order"),
+                          ({"scheme": "w2a8"}, "scheme"), ({"damping": 0.0}, "damping"), ({"group": 7}, "group")):
+        with pytest.raises(ValueError, match=named):
+            from_dict(values)
+    with pytest.raises(ValueError, match="not TOML"):
+        from_toml("group = = 3")
+    assert from_dict({"damping": 1}).damping == 1.0
+
+
+def test_windows_spread_over_the_text():
+    assert take_windows(range(100), 4, 10).tolist() == [list(range(s, s + 10)) for s in (0, 30, 60, 90)]
+    assert take_windows(range(10), 4, 10).shape == (1, 10)
+    with pytest.raises(ValueError, match="9 tokens"):
+        take_windows(range(9), 4, 10)
+
+
+def test_calibration_and_evaluation_texts_share_nothing():
+    from importlib.resources import files
+
+    sample = (files("nybble.evals") / "data" / "sample.txt").read_text(encoding="utf-8")
+    text = shipped_text()
+    assert len(text) > 60_000
+    assert len(sample) > 20_000
+    assert not {line for line in sample.splitlines() if len(line) > 80} & set(text.splitlines())
+
+
+# ---- rotation and smoothing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 12, 20, 28, 36, 64, 108, 576, 896])
+def test_hadamard_is_orthogonal_and_flat(size: int):
+    matrix = hadamard(size)
+    assert torch.allclose(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(matrix.abs(), torch.full_like(matrix, size**-0.5))
+
+
+class Tensors:
+    """A source of named tensors."""
+
+    def __init__(self, config: dict, tensors: dict[str, Tensor]) -> None:
+        self.config, self.tensors = config, tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def get(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def act(self, name: str) -> None:
+        return None
+
+    def unread(self) -> list[str]:
+        return []
+
+
+def tiny(architecture: str, tied: bool, hidden: int = 48) -> Tensors:
+    """A random two-layer model with grouped heads, norms far from 1 and an outlier channel."""
+    random = torch.Generator().manual_seed(7)
+    config = {"architectures": [architecture], "vocab_size": 96, "hidden_size": hidden, "intermediate_size": 64,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
+              "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": tied, "torch_dtype": "float32"}
+    if architecture.startswith("Qwen2"):
+        del config["head_dim"]
+        config["num_attention_heads"], config["num_key_value_heads"] = hidden // 16, 1
+    q, kv = config["num_attention_heads"] * 16, config["num_key_value_heads"] * 16
+    shapes = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+              "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (64, hidden), "mlp.up_proj": (64, hidden),
+              "mlp.down_proj": (hidden, 64)}
+    tensors = {"model.embed_tokens.weight": torch.randn(96, hidden, generator=random)}
+    tensors["model.norm.weight"] = torch.rand(hidden, generator=random) + 0.5
+    if not tied:
+        tensors["lm_head.weight"] = torch.randn(96, hidden, generator=random)
+    for i in range(2):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = torch.randn(shape, generator=random) * 0.15
+            if architecture.startswith("Qwen2") and name[10:] in ("q_proj", "k_proj", "v_proj"):
+                tensors[f"model.layers.{i}.{name}.bias"] = torch.randn(shape[0], generator=random)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{norm}.weight"] = torch.rand(hidden, generator=random) + 0.5
+            tensors[f"model.layers.{i}.{norm}.weight"][5] = 30.0
+    return Tensors(config, tensors)
+
+
+def logits_of(source: Tensors | Rotated, names: list[str]) -> Tensor:
+    held = Tensors(dict(source.config), {name: source.get(name) for name in names})
+    model = build(read_config(held.config), held, torch.device("cpu"), torch.float32)
+    return forward_window(model, torch.arange(40)[None] % 96)
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("LlamaForCausalLM", True), ("LlamaForCausalLM", False),
+                                                    ("Qwen2ForCausalLM", True)])
+def test_rotation_changes_no_logit(architecture: str, tied: bool):
+    source = tiny(architecture, tied)
+    turned = Rotated(source, read_config(source.config), 3, torch.device("cpu"))
+    names = list(source.tensors)
+    before, after = logits_of(source, names), logits_of(turned, list({*names, "lm_head.weight"}))
+    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    spread = lambda w: float(w.abs().amax() / w.square().mean().sqrt())  # noqa: E731
+    folded = source.get(gate) * source.get("model.layers.0.post_attention_layernorm.weight")
+    assert spread(turned.get(gate)) < 0.5 * spread(folded)
+
+
+def test_sizes_without_a_hadamard_matrix_are_refused():
+    config = read_config(tiny("LlamaForCausalLM", True, hidden=52).config)
+    assert "52" in (can_rotate(config) or "")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_smoothing_changes_no_output_and_helps_rounding(architecture: str):
+    source = tiny(architecture, True)
+    config, device = read_config(source.config), torch.device("cpu")
+    tokens = torch.arange(64)[None] % 96
+    step, kv = calibration_step(config, tokens, device, torch.float32)
+    hidden = source.get("model.embed_tokens.weight")[tokens[0]].clone()
+    layer = build_layer(source, config, 1, device, torch.float32, 64)
+    changed = smooth_layer(layer, hidden, kv, step, config, Recipe(), ALL_SITES)
+    assert {name.split(".", 3)[3] for name in changed} >= {"input_layernorm.weight", "self_attn.o_proj.weight"}
+    smoothed = build_layer(source, config, 1, device, torch.float32, 64, changed)
+    before, after = layer.run(hidden, kv, step), smoothed.run(hidden, kv, step)
+    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+
+
+def test_search_shrinks_the_outlier_and_nothing_else():
+    x, w = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)), weight_of(32, 64)
+    x[:, 9] *= 60
+    factors = search(x, w, Recipe())
+    assert factors[9] > 4
+    assert factors[torch.arange(64) != 9].max() < 0.5 * factors[9]
+    assert (factors >= 1).all()
+
+
+# ---- a checkpoint, end to end ---------------------------------------------------------------------------------------
+
+TEXT = "the cat sat on the mat and the dog ate the hat while a bird sang in a tree by the sea " * 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    words = sorted(set(TEXT.split()))
+    config = LlamaConfig(vocab_size=len(words) + 1, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+                         num_attention_heads=3, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
+                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    LlamaForCausalLM(config).half().save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", [
+    Recipe(method="rtn", group=32),
+    Recipe(group=32, samples=4, sequence_length=64),
+    Recipe(group=0, samples=4, sequence_length=64, drift=0.5),
+    Recipe(group=0, samples=4, sequence_length=64, transform="smooth"),
+    Recipe(group=0, samples=4, sequence_length=64, transform="rotate"),
+    Recipe(scheme="w8a8", samples=4, sequence_length=64),
+    Recipe(scheme="fp8", samples=4, sequence_length=64),
+    Recipe(scheme="w4a16", group=32, samples=4, sequence_length=64),
+], ids=lambda r: f"{r.scheme}-{r.group}-{r.method}-{r.transform}")
+def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path: Path, recipe: Recipe):
+    seen: list[float] = []
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", recipe, "int8", checkpoint / "text.txt", "cpu",
+                                 lambda what, done: seen.append(done))
+    written = open_checkpoint(tmp_path / "out")
+    assert written.kv == "int8"
+    model, original = load_model(written, "cpu"), load_model(open_checkpoint(checkpoint), "cpu")
+    ids = torch.arange(48)[None] % original.config.vocab_size
+    before, after = forward_window(original, ids), forward_window(model, ids)
+    error = (after - before).square().mean() / before.square().mean()
+    assert error < (0.02 if recipe.scheme in ("w8a8", "fp8") else 0.25)
+    assert len(report.errors) == 14
+    assert str(tmp_path / "out") in str(report)
+    assert seen[-1] == 1.0
+    if recipe.group:
+        assert written.get("model.layers.0.mlp.down_proj.weight").spec.group == 32
+        assert written.get("model.layers.0.mlp.up_proj.weight").spec.group is None  # 48 inputs: no power of two >= 32
+        assert "one scale per channel" in str(report)
+    recorded = written.config["nybble"]["recipe"]
+    assert from_dict(recorded).scheme == recipe.scheme
+
+
+def test_the_same_recipe_gives_the_same_bytes(checkpoint: Path, tmp_path: Path):
+    for out in ("a", "b"):
+        recipe = Recipe(samples=2, sequence_length=64)
+        quantize_checkpoint(checkpoint, tmp_path / out, recipe, "int8", checkpoint / "text.txt", "cpu")
+    name = "model.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+
+
+def test_bad_input_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError):
+        quantize_checkpoint(tmp_path / "nothing", out)
+    with pytest.raises(ValueError, match="kv"):
+        quantize_checkpoint(checkpoint, out, kv="int3")
+    short = tmp_path / "short.txt"
+    short.write_text("the cat")
+    with pytest.raises(ValueError, match="2 tokens"):
+        quantize_checkpoint(checkpoint, out, calibration=short)
+    assert not out.exists()
+
+
+def test_groups_that_give_way_are_said_once():
+    config = read_config(tiny("LlamaForCausalLM", True, hidden=96).config)
+    recipe = Recipe(group=64)
+    schemes = linear_schemes(config, recipe)
+    assert schemes["model.layers.1.mlp.down_proj"] == SCHEMES["w4a8_g64"]
+    assert schemes["model.layers.1.mlp.up_proj"] == SCHEMES["w4a8_g32"]
+    notes = group_notes(schemes, recipe)
+    assert len(notes) == 1
+    assert "gate_proj, k_proj, q_proj, up_proj, v_proj" in notes[0]
