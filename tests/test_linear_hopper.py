@@ -127,7 +127,7 @@ def overwritten_in_flight(body: list[str]) -> list[str]:
     return bad
 
 
-IN_USE = sorted({tile for _, _, tile in linear_hopper.TILES})
+IN_USE = sorted({tile for *_, tile in linear_hopper.TILES})
 CASES = [*((tile, False) for tile in IN_USE), (IN_USE[0], True), (IN_USE[-1], True), (Tile(64, 16, 10, True, 2, 8, 120), True)]
 
 

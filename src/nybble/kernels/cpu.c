@@ -57,6 +57,7 @@ enum { PIECES = 64 / REGISTER, WIDE = REGISTER / 4 };
 
 typedef float vf __attribute__((vector_size(REGISTER)));
 typedef int32_t vi __attribute__((vector_size(REGISTER)));
+typedef uint32_t vu __attribute__((vector_size(REGISTER)));
 typedef uint8_t vb __attribute__((vector_size(REGISTER)));
 typedef float vf_any __attribute__((vector_size(REGISTER), aligned(1), may_alias));
 typedef int32_t vi_any __attribute__((vector_size(REGISTER), aligned(1), may_alias));
@@ -194,7 +195,7 @@ ALWAYS F exp16(F x) {
   y = fma16(y, r, splat(1.66665734e-1f));
   y = fma16(y, r, splat(0.5f));
   y = fma16(mul(y, r), r, add(r, splat(1.0f)));
-  EACH y.p[i] = (vf)((vi)y.p[i] + (((vi)big.p[i] - 0x4b400000) << 23)); /* times 2^n through the exponent */
+  EACH y.p[i] = (vf)((vu)y.p[i] + (((vu)big.p[i] - 0x4b400000) << 23)); /* times 2^n through the exponent */
   return keep_above(y, -87.0f, x, 0.0f);
 }
 

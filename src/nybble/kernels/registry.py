@@ -86,9 +86,9 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
     from nybble.kernels import reference
 
     if device.type == "cuda":
-        from nybble.kernels import linear_triton
+        from nybble.kernels import linear_hopper, linear_triton
 
-        return (*linear_triton.KERNELS, *reference.KERNELS)
+        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, *reference.KERNELS)
     from nybble.kernels import cpu
 
     return (*cpu.kernels(), *reference.KERNELS)
