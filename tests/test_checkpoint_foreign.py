@@ -13,12 +13,15 @@ from nybble.checkpoint.checkpoint import find_quantization
 from nybble.checkpoint.kv import FNUZ_TO_E4M3, role_of
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, UINT4, Spec
+from nybble.kernels.registry import ops_for
 from nybble.models import load_model
-from nybble.models.window import scratch_kv, window_step
+from nybble.models.window import forward_window
+from nybble.nn.linear import Linear
 
 SHARED = Path(__file__).parents[2] / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not here")
 M = "model.layers.0.mlp.down_proj"
+CPU = torch.device("cpu")
 
 STATIC_FP8 = "fp8_e4m3[*x*]/fp8_e4m3[*x*]"
 REAL = {  # checkpoint: (scheme, KV)
@@ -73,14 +76,33 @@ def test_real_checkpoints(name):
         assert checkpoint.act_scale(f"{M}.weight") == float(stored)
 
 
-# reference logits to compare with, and a bound: "max" of the difference, or "rms" where int8 activations make rounding cascade
-# (then the bound is what rounding to the model's dtype alone does, from the checkpoint's note).
+LINEARS = ("model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
+
+
+@needs_shared
+@pytest.mark.parametrize("name", [name for name in REAL if "fp8" in name])
+def test_linears_with_fp8_activations(name):
+    """One linear at a time, inputs away from rounding ties: activations quantized as the tool that made the file does."""
+    path = SHARED / "checkpoints" / name
+    if not path.is_dir():
+        pytest.skip(f"{path} is not here")
+    checkpoint, reference = open_checkpoint(path), load_file(path / "reference.safetensors")
+    for linear in LINEARS:
+        parameter = f"{linear}.weight"
+        weight, x, y = checkpoint.get(parameter), reference[f"lin.{linear}.x"], reference[f"lin.{linear}.y"]
+        run = Linear(weight, checkpoint.act(parameter), None, CPU, torch.float32, ops_for(CPU), checkpoint.act_scale(parameter))
+        assert (run(x) - y).abs().max() <= 1e-5 * y.abs().max(), linear
+        assert (reference[f"lin.{linear}.y_weight_only"] - y).abs().max() >= 1e-3 * y.abs().max(), linear
+
+
+# reference logits to compare with, and a bound: "max" of the difference, or "rms" where 8-bit activations make rounding
+# cascade (then the bound is what rounding to the model's dtype alone does, from the checkpoint's note).
 LOGITS = {
-    "awq_llama_gemm_g128": ("logits", "max", 1e-4), "ct_llama_fp8_dynamic": ("logits_weight_only", "max", 1e-4),
-    "ct_llama_fp8_static_kv": ("logits_weight_only", "max", 1e-4), "ct_llama_w4a16_sym_g128": ("logits", "max", 1e-4),
-    "ct_llama_w8a8_int8": ("logits_act127", "rms", 0.054), "fp8_autofp8_llama_static_kv": ("logits_weight_only", "max", 1e-4),
-    "fp8_block_llama": ("logits_weight_only", "max", 1e-4), "gguf_llama_q4_0": ("logits", "max", 0.0163),
-    "gptq_llama_v1_sym_g128": ("logits", "max", 1e-4), "modelopt_llama_fp8_kv": ("logits_weight_only", "max", 1e-4),
+    "awq_llama_gemm_g128": ("logits", "max", 1e-4), "ct_llama_fp8_dynamic": ("logits", "rms", 0.11),
+    "ct_llama_fp8_static_kv": ("logits", "rms", 0.0997), "ct_llama_w4a16_sym_g128": ("logits", "max", 1e-4),
+    "ct_llama_w8a8_int8": ("logits_act127", "rms", 0.054), "fp8_autofp8_llama_static_kv": ("logits", "rms", 0.101),
+    "fp8_block_llama": ("logits", "rms", 0.0916), "gguf_llama_q4_0": ("logits", "max", 0.0163),
+    "gptq_llama_v1_sym_g128": ("logits", "max", 1e-4), "modelopt_llama_fp8_kv": ("logits", "rms", 0.101),
     "qqq_llama_perchannel": ("logits", "rms", 0.0413), "qqq_qwen2_g128": ("logits", "rms", 0.0281),
     "tgi_llama_kv_scale": ("logits", "max", 1e-4),
 }
@@ -89,19 +111,23 @@ LOGITS = {
 @needs_shared
 @pytest.mark.parametrize("name", LOGITS)
 def test_logits_of_real_checkpoints(name):
-    """The whole model on a CPU in float32, with a float KV cache; FP8 activations are not quantized there."""
+    """The whole model on a CPU in float32, with a float KV cache, and with the FP8 cache where the checkpoint has its scales."""
     path = SHARED / "checkpoints" / name
     if not path.is_dir():
         pytest.skip(f"{path} is not here")
     key, measure, bound = LOGITS[name]
     model, reference = load_model(open_checkpoint(path), "cpu"), load_file(path / "reference.safetensors")
-    errors = []
-    for i in range(4):
-        step = window_step(reference[f"prompt_{i}.input_ids"].reshape(1, -1))
-        kv = scratch_kv(model.config, "fp32", step.block_table.numel(), torch.device("cpu"), torch.float32)
-        errors.append((model.forward(step, kv) - reference[f"prompt_{i}.{key}"]).flatten())
-    error = torch.cat(errors).double()
-    assert (error.abs().max() if measure == "max" else error.square().mean().sqrt()) <= bound
+    assert error_of(model, reference, key, measure) <= bound
+    if f"prompt_0.{key}_kvfp8" in reference and measure == "rms":
+        scales = [open_checkpoint(path).kv_scales(layer) for layer in range(model.config.num_layers)]
+        assert error_of(model, reference, f"{key}_kvfp8", measure, "fp8", scales) <= bound
+
+
+def error_of(model, reference, key, measure, kv="fp32", scales=None) -> float:
+    prompts = [reference[f"prompt_{i}.input_ids"].reshape(1, -1) for i in range(4)]
+    found = [forward_window(model, ids, kv, scales)[0] - reference[f"prompt_{i}.{key}"] for i, ids in enumerate(prompts)]
+    error = torch.cat(found).double()
+    return float(error.abs().max() if measure == "max" else error.square().mean().sqrt())
 
 
 def directory(path: Path, tensors: dict[str, torch.Tensor], quantization: dict | None, **config) -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from nybble.formats.numerics import quantize_rows, quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import PER_TOKEN_INT8, SCHEMES, Scheme, Spec
-from nybble.kernels.registry import ops_for
+from nybble.formats.spec import FP8, PER_TOKEN_FP8, PER_TOKEN_INT8, SCHEMES, Scheme, Spec, scheme_of
+from nybble.kernels import reference
+from nybble.kernels.registry import LinearShape, choose, linear_kernels, ops_for
 from nybble.kernels.types import Rows
 from nybble.nn.linear import Linear, Part, Projection
 from nybble.nn.rope import Rope, cos_sin_table
@@ -145,6 +148,68 @@ def test_a_scheme_no_kernel_runs_is_refused_with_every_reason() -> None:
     with pytest.raises(ValueError, match="no kernel runs") as error:
         Linear(random(8, 64), PER_TOKEN_INT8, None, CPU, torch.float32, OPS)
     assert "torch int8" in str(error.value)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """The nearest e4m3 value in float64, half to even: 3 bits after the first, steps of 2^-9 below 2^-6, at most 448."""
+    step = torch.exp2(torch.floor(torch.log2(x.abs().double().clamp_min(2.0**-6))) - 3)
+    return (torch.round(x.double() / step) * step).clamp(-448, 448)
+
+
+def float8_values(x: Tensor, act: Spec, scale: float | None) -> Tensor:
+    """What x is after fp8, in float64; the division by the scale is fp32, as checkpoints' tools do it."""
+    groups = x.split(act.group or x.shape[1], 1)
+    scales = [g.abs().amax(1, keepdim=True) / 448 if scale is None else torch.tensor(scale) for g in groups]
+    return torch.cat([e4m3(g / s) * s.double() for g, s in zip(groups, scales)], 1)
+
+
+def float8_weight(n: int, k: int, tile: tuple, seed: int = 1) -> QTensor:
+    codes = (random(n, k, seed=seed) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tiles = [1 if t is None else -(-size // t) for t, size in zip(tile, (n, k))]
+    return QTensor(Spec(FP8, tile), codes, random(*tiles, seed=seed + 1).abs() + 0.1)
+
+
+STATIC_FP8 = Spec(FP8, (None, None))
+FLOAT8_CASES = [((None, None), STATIC_FP8, 0.004), ((1, None), STATIC_FP8, 0.02), ((1, None), PER_TOKEN_FP8, None),
+                ((128, 128), Spec(FP8, (1, 128), dynamic=True), None)]
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize(("tile", "act", "scale"), FLOAT8_CASES)
+def test_fp8_activations_are_rounded_as_the_scheme_says(rows: int, tile: tuple, act: Spec, scale: float | None) -> None:
+    """Of every kernel that accepts; 0.004 * 448 is below the largest input, which saturates. The last block is a part."""
+    weight, x, bias = float8_weight(160, 192, tile), random(rows, 192, seed=2), random(160, seed=3)
+    x[0, 0], x[0, 1] = 5.0, 1e-4
+    wanted = float8_values(x, act, scale) @ dequantize(weight, torch.float64).t()
+    out = Linear(weight, act, bias, CPU, torch.float32, OPS, scale)(x)
+    assert relative_error(out, wanted + bias.double()) <= 1e-6
+    assert relative_error(out, expected(weight, None, x, bias)) >= 5e-3  # the rounding shows
+    shape = LinearShape(scheme_of(weight.spec, act), 160, 192, CPU, torch.float32, act_scale=scale)
+    accepted = [kernel for kernel in linear_kernels(CPU) if kernel.accepts(shape) is None]
+    assert all(kernel.takes is None and "fp8" in kernel.name for kernel in accepted)
+    for kernel in accepted:
+        assert relative_error(kernel.run(kernel.pack(weight, shape), x), wanted) <= 1e-6
+    if tile != (128, 128):  # the GPU's product, which torch has on a CPU too
+        kernel = reference.SCALED_MM
+        out = kernel.run(kernel.pack(weight, shape := LinearShape(shape.scheme, 160, 192, CPU, torch.bfloat16, False, scale)), x)
+        assert relative_error(out, wanted) <= 2.0**-8
+        assert "GPU" in kernel.accepts(shape)
+
+
+def test_fp8_activations_are_rounded_per_linear_or_refused() -> None:
+    """Linears that share an input but not its static scale stay apart, each with its own."""
+    weights, x = [float8_weight(32, 128, (None, None), seed) for seed in (1, 3, 5)], random(7, 128, seed=9)
+    scales = (0.004, 0.004, 0.03)
+    made = [replace(part, act_scale=s) for part, s in zip(parts(*weights, act=STATIC_FP8), scales)]
+    projection = Projection(made, CPU, torch.float32, OPS)
+    wanted = [float8_values(x, STATIC_FP8, s) @ dequantize(w, torch.float64).t() for w, s in zip(weights, scales)]
+    assert relative_error(projection(x), torch.cat(wanted, -1)) <= 1e-6
+    assert [row["name"] for row in projection.explain()] == ["layer.q_proj,k_proj", "layer.v_proj"]
+    with pytest.raises(ValueError, match=r"torch fp8: wants the one scale .*input_scale.*torch: leaves activations as they are"):
+        Linear(weights[0], STATIC_FP8, None, CPU, torch.float32, OPS)
+    per_batch = LinearShape(scheme_of(weights[0].spec, replace(STATIC_FP8, dynamic=True)), 32, 128, CPU, torch.float32)
+    with pytest.raises(ValueError, match="let requests change each other"):
+        choose(per_batch)
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}

@@ -21,7 +21,7 @@ from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, output_error
 from nybble.quantize.recipe import from_dict, from_toml, shipped_text
 from nybble.quantize.rotate import Rotated, can_rotate, hadamard
 from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn
-from nybble.quantize.run import group_notes, linear_schemes
+from nybble.quantize.run import group_notes, linear_schemes, resolve_transform
 from nybble.quantize.smooth import ALL_SITES, search, smooth_layer
 
 CHANNEL, GROUP = Spec(INT4, (1, None)), Spec(INT4, (1, 32))
@@ -181,11 +181,11 @@ def test_refitted_scales_are_the_least_squares_solution():
 
 def test_follow_is_the_least_squares_solution():
     w, x = weight_of(6, 16).double(), correlated(500, 16).double()
-    y = x @ w.t() + torch.randn(500, 6, generator=torch.Generator().manual_seed(2)).double()
-    h, cross = (x.t() @ x) / 500, ((y - x @ w.t()).t() @ x) / 500
-    expected = np.linalg.lstsq(x.numpy(), y.numpy(), rcond=None)[0].T
+    clean = x + torch.randn(500, 16, generator=torch.Generator().manual_seed(2)).double()
+    h, cross = (x.t() @ x) / 500, ((clean - x).t() @ x) / 500
+    expected = np.linalg.lstsq(x.numpy(), (clean @ w.t()).numpy(), rcond=None)[0].T
     assert follow(w.float(), h, cross, 1e-9, "it").numpy() == pytest.approx(expected, abs=1e-4)
-    assert torch.allclose(follow(w.float(), h, torch.zeros(6, 16).double(), 0.01, "it"), w.float())
+    assert torch.allclose(follow(w.float(), h, torch.zeros_like(h), 0.01, "it"), w.float())
 
 
 def test_dead_and_dependent_inputs():
@@ -373,9 +373,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", [
-    Recipe(method="rtn", group=32),
-    Recipe(group=32, samples=4, sequence_length=64),
-    Recipe(group=0, samples=4, sequence_length=64, drift=0.5),
+    Recipe(method="rtn", group=32, transform="none"),
+    Recipe(group=32, samples=4, sequence_length=64, transform="none", drift=0.0),
+    Recipe(group=0, samples=4, sequence_length=64, transform="none"),
     Recipe(group=0, samples=4, sequence_length=64, transform="smooth"),
     Recipe(group=0, samples=4, sequence_length=64, transform="rotate"),
     Recipe(scheme="w8a8", samples=4, sequence_length=64),
@@ -396,12 +396,13 @@ def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path
     assert len(report.errors) == 14
     assert str(tmp_path / "out") in str(report)
     assert seen[-1] == 1.0
-    if recipe.group:
+    if recipe.spec.group:
         assert written.get("model.layers.0.mlp.down_proj.weight").spec.group == 32
         assert written.get("model.layers.0.mlp.up_proj.weight").spec.group is None  # 48 inputs: no power of two >= 32
         assert "one scale per channel" in str(report)
     recorded = written.config["nybble"]["recipe"]
     assert from_dict(recorded).scheme == recipe.scheme
+    assert recorded["transform"] == recipe.transform.replace("auto", "none")
 
 
 def test_the_same_recipe_gives_the_same_bytes(checkpoint: Path, tmp_path: Path):
@@ -424,6 +425,16 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint: Path, tmp_p
     with pytest.raises(ValueError, match="2 tokens"):
         quantize_checkpoint(checkpoint, out, calibration=short)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "scheme", "expected"),
+    [(48, "w4a8", "rotate"), (52, "w4a8", "smooth"), (48, "w4a16", "none"), (48, "w8a8", "none")],
+)
+def test_auto_transform(hidden: int, scheme: str, expected: str):
+    config = read_config(tiny("LlamaForCausalLM", True, hidden).config)
+    assert resolve_transform(Recipe(scheme=scheme), config) == expected
+    assert resolve_transform(Recipe(transform="none"), config) == "none"
 
 
 def test_groups_that_give_way_are_said_once():

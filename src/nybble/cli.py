@@ -50,7 +50,7 @@ def quantize(
 
     Args:
         model: A Hugging Face directory (safetensors) or a .gguf file.
-        output: Directory to write; it must not exist.
+        output: Directory to write; one that Nybble wrote is replaced, any other is left alone.
         scheme: Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.
         group: Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width the
             group does not divide takes the next smaller power of two that does.
@@ -133,12 +133,14 @@ def chat(
         kv: KV cache type; auto takes the checkpoint's.
         device: auto, cpu, cuda, cuda:N.
     """
+    from msgspec.structs import replace
+
     from nybble.engine.messages import SamplingParams
 
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     llm = open_llm(model, kv=kv, device=device)
     if not llm.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; `nybble generate` completes plain text")
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -153,7 +155,13 @@ def chat(
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": stream_answer(llm, messages, params)})
+        room = llm.info().max_context - len(llm.render(messages))
+        if room < 1:
+            print("[the conversation and this message are longer than the context: /new forgets it]", file=sys.stderr)
+            messages.pop()
+            continue
+        fitting = replace(params, max_tokens=min(max_tokens, room))
+        messages.append({"role": "assistant", "content": stream_answer(llm, messages, fitting)})
 
 
 @app.command
@@ -362,7 +370,7 @@ def progress_bars() -> Iterator[Callable[[str, float], None]]:
                TimeRemainingColumn())
     console = Console(stderr=True)
     tasks: dict[str, tuple[object, float]] = {}
-    with Progress(*columns, console=console, transient=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         started = time.perf_counter()
         steps: dict[str, int] = {}
 
@@ -386,12 +394,18 @@ def _group(text: str) -> int:
 
 def main() -> None:
     """Entry point: errors a user can mend are one line on standard error and exit code 2."""
+    import os
+    import warnings
+
+    warnings.formatwarning = lambda message, *_, **__: f"nybble: warning: {message}\n"
     try:
         app()
-    except (ValueError, FileNotFoundError, FileExistsError, RuntimeError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            sys.exit(1)
-        print(f"nybble: {error}", file=sys.stderr)
+    except BrokenPipeError:  # `| head` has seen enough; nor may Python complain when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (ValueError, RuntimeError, OSError) as error:
+        named = isinstance(error, OSError) and error.filename is not None and error.strerror
+        print(f"nybble: {error.filename}: {error.strerror}" if named else f"nybble: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

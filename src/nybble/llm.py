@@ -5,6 +5,7 @@ No server, no sockets: a loop over `Engine.step`. What is generated does not dep
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -80,6 +81,7 @@ class LLM:
     def close(self) -> None:
         """Give the device memory back."""
         self.__dict__.pop("engine", None)
+        gc.collect()  # runner and graphs refer to each other
 
     def info(self) -> Info:
         return self.engine.info()
@@ -165,7 +167,7 @@ class LLM:
         response, stream = live[delta.request_id][1][delta.index]
         if response.finish_reason is not None:
             return
-        text, used = stream.push(delta.token_ids)
+        text, used = stream.push(delta.token_ids, delta.finish_reason == "stop")
         response.token_ids += delta.token_ids[:used]
         response.logprobs += (delta.logprobs or [])[:used]
         response.cached_tokens, response.error = delta.cached_tokens, delta.error

@@ -475,6 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
     parser.add_argument("--results", default=RESULTS)
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} sees no GPU, and kernels are compared on one")
     flush = lambda text: print(text, flush=True)  # noqa: E731, T201
     tokens = [int(m) for m in options.tokens.split(",")]
     schemes = {} if options.schemes is None else {"schemes": options.schemes.split(",")}

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.checkpoint.store import MissingTensor
 from nybble.text.errors import BrokenFile
 from nybble.text.gguf import GGUF, TensorInfo, read_gguf
 
@@ -74,7 +75,7 @@ class GGUFStore:
 
     def _at(self, name: str) -> TensorInfo:
         if name not in self._names:
-            raise KeyError(f"{self.path} has no tensor for {name!r}")
+            raise MissingTensor(f"{self.path} has no tensor for {name!r}")
         return self._names[name]
 
 

@@ -21,6 +21,12 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
+class MissingTensor(KeyError, ValueError):
+    """A KeyError for code that looks, a ValueError for whoever brought the checkpoint; it prints without KeyError's quotes."""
+
+    __str__ = Exception.__str__
+
+
 class Store:
     """Raises FileNotFoundError (nothing there, a shard missing), BrokenFile (cut short, damaged, index and files disagree)."""
 
@@ -66,7 +72,7 @@ class Store:
 
     def _at(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         if name not in self._info:
-            raise KeyError(f"{self.path} has no tensor {name!r}{_close(name, self._info)}")
+            raise MissingTensor(f"{self.path} has no tensor {name!r}{_close(name, self._info)}")
         return self._info[name]
 
 

@@ -21,7 +21,8 @@ class EngineConfig:
     kv: key of `formats.spec.KV` (None: what the checkpoint asks for, else int8). block_size: tokens per KV block.
     num_blocks: overrides kv_memory. kv_memory: bytes (above 1), a fraction of the device for everything together (up to 1),
     None: what the device can spare. max_batch: requests running at once. max_batched_tokens: tokens in one step (None: 2048,
-    256 on a CPU). max_context: tokens of prompt and answer (None: what the model was made for). overlap: plan a step while
+    256 on a CPU). max_context: tokens of prompt and answer (None: what the model was made for). prefill_interval: steps between
+    starts of new prompts while half of max_batch generates (None: 16 on a GPU, 1 on a CPU). overlap: plan a step while
     the one before it runs (None: on a GPU). graphs: decode steps as CUDA graphs (None: on a GPU). eos_ids: end every request
     that does not ignore them. model_name, scheme: reported, not used. seed: of requests that bring none; None is a different
     one each start.
@@ -38,13 +39,14 @@ class EngineConfig:
     max_context: int | None = None
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    prefill_interval: int | None = None
     overlap: bool | None = None
     graphs: bool | None = None
     eos_ids: tuple[int, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_batch", "max_batched_tokens", "max_context"):
+        for name in ("block_size", "num_blocks", "max_batch", "max_batched_tokens", "max_context", "prefill_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: wants 1 or more")

@@ -47,6 +47,7 @@ class Engine:
                 self.runner.max_batched_tokens,
                 config.chunked_prefill,
                 config.prefix_caching,
+                config.prefill_interval or (16 if self.runner.overlap else 1),
             )
         )
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request

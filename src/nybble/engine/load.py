@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nybble.engine.config import DEFAULT_KV, EngineConfig
 from nybble.engine.core import Engine
+from nybble.hardware import pick_device
 
 
 def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | None = None,
@@ -24,10 +23,9 @@ def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | N
     from nybble.text import load_tokenizer
 
     config = config or EngineConfig()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = pick_device(device)
     checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint, torch.device(device), progress=progress)
+    model = load_model(checkpoint, target, progress=progress)
     config = replace(
         config,
         kv=config.kv or checkpoint.kv or DEFAULT_KV,
@@ -35,4 +33,5 @@ def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | N
         model_name=config.model_name or Path(path).name,
         scheme=config.scheme or checkpoint.scheme_name,
     )
-    return Engine(model, config, [checkpoint.kv_scales(layer) for layer in range(model.config.num_layers)])
+    scaled = (config.kv or "").startswith("fp8")
+    return Engine(model, config, [checkpoint.kv_scales(i) for i in range(model.config.num_layers)] if scaled else None)

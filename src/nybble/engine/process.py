@@ -147,17 +147,20 @@ def end_with(parent: int) -> None:
 def run(config: ProcessConfig) -> int:
     if config.parent is not None:
         end_with(config.parent)
-    connections = Connections(config.address)
+    connections, engine = Connections(config.address), None
     try:
         module, _, name = config.factory.partition(":")
         engine = getattr(importlib.import_module(module), name)(config)
         serve(engine, connections, config.silence_limit_s)
         return 0
     except Exception as error:
-        log.exception("the engine ends")
+        # Before there is an engine, these are about what the user brought, and say so themselves.
+        mendable = engine is None and isinstance(error, (ValueError, OSError))
+        if not mendable:
+            log.exception("the engine ends")
         connections.receive(BEAT_S)  # who waits for the start has asked by now
         for client in connections.clients():
-            connections.send(client, [Fatal(f"{type(error).__name__}: {error}")])
+            connections.send(client, [Fatal(str(error) if mendable else f"{type(error).__name__}: {error}")])
         return 1
     finally:
         connections.close()

@@ -25,7 +25,9 @@ RECOMPUTE_ROWS = 256
 @dataclass(frozen=True)
 class Limits:
     """num_blocks, block_size: the pool. max_batch: requests running at once. max_batched_tokens: tokens in a step.
-    With `chunked_prefill` off a prompt goes in whole, and the step's first prompt may exceed the budget."""
+    With `chunked_prefill` off a prompt goes in whole, and the step's first prompt may exceed the budget. prefill_interval: while
+    at least half of max_batch generates, new prompts start no more often than every so many steps, several at once: a step
+    that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval)."""
 
     num_blocks: int
     block_size: int
@@ -33,6 +35,7 @@ class Limits:
     max_batched_tokens: int
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    prefill_interval: int = 1
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -78,6 +81,7 @@ class Scheduler:
         self._slots = list(range(limits.max_batch - 1, -1, -1))
         self._admissions = 0
         self._blocked = False  # the head of the queue did not fit, and no block has been given back since
+        self._steps_without_prompt = 0
 
     # ---- what the engine calls --------------------------------------------------------------------------------------
 
@@ -110,10 +114,16 @@ class Scheduler:
         budget = self.limits.max_batched_tokens - len(decode)
         for request in behind:
             budget = self._fill(request, budget, decode, prompt)
-        while budget > 0 and self.waiting and len(decode) + len(prompt) < self.limits.max_rows:
+        self._steps_without_prompt += 1
+        admitting = bool(behind) or 2 * len(decode) < self.limits.max_batch or (
+            self._steps_without_prompt >= self.limits.prefill_interval
+        )
+        while admitting and budget > 0 and self.waiting and len(decode) + len(prompt) < self.limits.max_rows:
             if not self._fits_whole(self.waiting[0], budget, prompt) or not self._admit():
                 break
             budget = self._fill(self.running[-1], budget, decode, prompt)
+        if prompt:
+            self._steps_without_prompt = 0
         if not decode and not prompt:
             return None
         num_decode = len(decode)

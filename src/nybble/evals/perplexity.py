@@ -17,7 +17,7 @@ import torch
 from nybble.checkpoint import open_checkpoint
 from nybble.hardware import pick_device
 from nybble.models import Decoder, load_model, window_nll
-from nybble.text import load_tokenizer
+from nybble.text import load_tokenizer, read_text
 
 Progress = Callable[[str, float], None]
 
@@ -101,7 +101,7 @@ def evaluate_perplexity(
 
     Raises ValueError or FileNotFoundError for bad input.
     """
-    text = Path(ppl).read_text(encoding="utf-8")
+    text = read_text(ppl)
     checkpoint = open_checkpoint(path)
     name = checkpoint.kv if kv == "auto" else kv
     scales = None

@@ -223,8 +223,8 @@ def _run_int8(loaded: ctypes.CDLL, packed: PackedLinear, x: Rows | Tensor) -> Te
 def _accepts_float(shape: LinearShape) -> str | None:
     if shape.device.type != "cpu" or shape.dtype != torch.float32:
         return "multiplies float32 activations on the CPU"
-    if shape.scheme.act is not None and shape.scheme.act.num == INT8:
-        return "multiplies in floating point; the scheme wants int8 activations"
+    if shape.scheme.act is not None:
+        return f"leaves activations as they are; the scheme wants them in {shape.scheme.act.num.name}"
     return None
 
 

@@ -6,14 +6,17 @@ arithmetic is fp32 unless said otherwise; the integer part of quantized products
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nybble.formats.numerics import FLOAT8, quantize_min_max, to_float8
+from nybble.formats.numerics import FLOAT8, SMALLEST_ABSMAX, quantize_min_max, to_float8
 from nybble.formats.numerics import quantize_rows as quantize_row_codes
-from nybble.formats.qtensor import QTensor, dequantize, inner_codes
-from nybble.formats.spec import INT8, KV, PER_TOKEN_INT8
+from nybble.formats.qtensor import QTensor, dequantize, expand, inner_codes
+from nybble.formats.spec import FP8, KV, PER_TOKEN_INT8, SCHEMES, Spec
 from nybble.kernels.registry import LinearKernel, LinearShape, Ops
 from nybble.kernels.types import LayerKV, Rows, Step
 
@@ -211,8 +214,8 @@ def _run_int8_act(packed: tuple[QTensor, torch.dtype], x: Rows | Tensor) -> Tens
 
 
 def _accepts_float(shape: LinearShape) -> str | None:
-    if shape.scheme.act is not None and shape.scheme.act.num == INT8:
-        return "multiplies in floating point; the scheme wants int8 activations"
+    if shape.scheme.act is not None:
+        return f"leaves activations as they are; the scheme wants them in {shape.scheme.act.num.name}"
     return None
 
 
@@ -226,8 +229,120 @@ def _run_float(packed: Tensor, x: Rows | Tensor) -> Tensor:
     return F.linear(x, packed)
 
 
+# ---- linear with fp8 activations ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Float8Linear:
+    """A packed weight and how its inputs become fp8. act_scale: float32 [1, 1] on the device, None when dynamic."""
+
+    act: Spec
+    act_scale: Tensor | None
+    dtype: torch.dtype
+    weight: Any
+
+
+def quantize_float8(x: Tensor, act: Spec, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[M, K] float -> (float8 [M, K], float32 [M, groups of `act`]): value = code * scale of its token and group.
+
+    scale: the static one, [1, 1]; None computes max(absmax, eps) / largest finite code. A tensor, and tensors are divided by
+    tensors, because CUDA multiplies by the reciprocal of a Python number and then some codes differ from a CPU's.
+    """
+    rows, k = x.shape
+    if scale is not None:
+        return to_float8(x, scale, act.num), scale.expand(rows, 1)
+    group = act.group or k
+    tiles = F.pad(x.float(), (0, -k % group)).view(rows, -1, group)
+    absmax = tiles.abs().amax(-1).clamp_min(SMALLEST_ABSMAX)
+    scale = absmax / torch.full_like(absmax, act.num.qmax)
+    return to_float8(tiles, scale[..., None], act.num).flatten(1)[:, :k], scale
+
+
+def _refuse_float8(shape: LinearShape) -> str | None:
+    act = shape.scheme.act
+    if act is None or act.num.name not in FLOAT8 or act.zero:
+        return "wants fp8 activations"
+    if act.dynamic and act.tile[0] != 1:
+        return "wants dynamic scales per token: one for a whole batch would let requests change each other"
+    if not act.dynamic and (act.tile != (None, None) or shape.act_scale is None):
+        return "wants the one scale of static activations (input_scale)"
+    return None
+
+
+def _float8_linear(weight: Any, shape: LinearShape) -> Float8Linear:
+    assert shape.scheme.act is not None
+    scale = None if shape.act_scale is None else torch.tensor([[shape.act_scale]], device=shape.device)
+    return Float8Linear(shape.scheme.act, scale, shape.dtype, weight)
+
+
+def after_float8(kernel: LinearKernel, name: str) -> LinearKernel:
+    """A kernel for fp8 activations from one that multiplies float32: it is given the values of the fp8 codes."""
+
+    def wide(shape: LinearShape) -> LinearShape:
+        return replace(shape, scheme=SCHEMES["16bit"], dtype=torch.float32, has_order=False, act_scale=None)
+
+    def pack(weight: QTensor | Tensor, shape: LinearShape) -> Float8Linear:
+        return _float8_linear(kernel.pack(weight, wide(shape)), shape)
+
+    def run(packed: Float8Linear, x: Rows | Tensor) -> Tensor:
+        assert isinstance(x, Tensor)
+        codes, scale = quantize_float8(x, packed.act, packed.act_scale)
+        values = codes.float() * expand(scale, tuple(x.shape), tile=packed.act.tile)
+        return kernel.run(packed.weight, values).to(packed.dtype)
+
+    return LinearKernel(name, lambda shape: _refuse_float8(shape) or kernel.accepts(wide(shape)), pack, run, None)
+
+
+def _pack_codes(weight: QTensor | Tensor, shape: LinearShape) -> QTensor | Tensor:
+    """fp32 values on a CPU, where decoding costs more than the product; elsewhere the codes, a quarter of that."""
+    return _pack_float(weight, shape) if shape.device.type == "cpu" else weight.to(shape.device)
+
+
+def _run_codes(packed: QTensor | Tensor, x: Rows | Tensor) -> Tensor:
+    return _run_float(dequantize(packed) if isinstance(packed, QTensor) else packed.float(), x)
+
+
+def _accepts_scaled_mm(shape: LinearShape) -> str | None:
+    weight, act = shape.scheme.weight, shape.scheme.act
+    refusal = _refuse_float8(shape)
+    if refusal is not None:
+        return refusal
+    assert act is not None
+    if weight is None or (weight.num, act.num) != (FP8, FP8):
+        return "wants weights and activations in fp8_e4m3"
+    if weight.group not in (None, shape.in_features) or act.group not in (None, shape.in_features):
+        return "wants one scale per token or tensor and per channel or tensor, not per group"
+    if shape.out_features % 16 or shape.in_features % 16:
+        return f"wants multiples of 16 channels, not {shape.out_features} x {shape.in_features}"
+    if shape.dtype != torch.bfloat16:
+        return f"returns bfloat16, not {shape.dtype}"
+    if shape.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(shape.device) < (8, 9):
+        return "wants an NVIDIA GPU of compute capability 8.9 or later"
+    return None
+
+
+def _pack_scaled_mm(weight: QTensor | Tensor, shape: LinearShape) -> Float8Linear:
+    assert isinstance(weight, QTensor)
+    weight = weight.to(shape.device)
+    scale = expand(weight.scale, (weight.shape[0], 1), tile=weight.spec.tile)
+    return _float8_linear((weight.codes.contiguous().t(), scale.t().contiguous()), shape)
+
+
+def _run_scaled_mm(packed: Float8Linear, x: Rows | Tensor) -> Tensor:
+    """fp8 products, summed in fp32 (`use_fast_accum` would keep fewer bits), scaled per token and channel, to bfloat16."""
+    assert isinstance(x, Tensor)
+    codes, scale = quantize_float8(x, packed.act, packed.act_scale)
+    weight, weight_scale = packed.weight
+    if not len(x):
+        return x.new_empty((0, weight.shape[1]), dtype=packed.dtype)
+    return torch._scaled_mm(codes, weight, scale.contiguous(), weight_scale, out_dtype=packed.dtype, use_fast_accum=False)
+
+
+SCALED_MM = LinearKernel("torch scaled_mm fp8", _accepts_scaled_mm, _pack_scaled_mm, _run_scaled_mm, None)
+
 KERNELS = (
     LinearKernel("torch int8", _accepts_int8_act, _pack_int8_act, _run_int8_act, PER_TOKEN_INT8),
+    after_float8(LinearKernel("torch codes", lambda shape: None, _pack_codes, _run_codes, None), "torch fp8"),
     LinearKernel("torch", _accepts_float, _pack_float, _run_float, None),
 )
 

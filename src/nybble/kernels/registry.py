@@ -29,6 +29,7 @@ class LinearShape:
     device: torch.device
     dtype: torch.dtype  # of activations in 16-bit paths and of the output
     has_order: bool = False
+    act_scale: float | None = None  # multiplier of static activations, None where it is computed at run time
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,12 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
     if device.type == "cuda":
         from nybble.kernels import linear_hopper, linear_triton
 
-        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, *reference.KERNELS)
+        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, reference.SCALED_MM, *reference.KERNELS)
     from nybble.kernels import cpu
 
-    return (*cpu.kernels(), *reference.KERNELS)
+    compiled = cpu.kernels()
+    float8 = [reference.after_float8(k, k.name.replace("float", "fp8")) for k in compiled if k.takes is None]
+    return (*compiled, *float8, *reference.KERNELS)
 
 
 def ops_for(device: torch.device) -> Ops:

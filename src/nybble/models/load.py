@@ -31,6 +31,7 @@ class Source(Protocol):
     def has(self, name: str) -> bool: ...
     def get(self, name: str) -> Tensor | QTensor: ...
     def act(self, name: str) -> Spec | None: ...
+    def act_scale(self, name: str) -> float | None: ...  # asked only where `act` is static
     def unread(self) -> list[str]: ...
 
 
@@ -143,7 +144,11 @@ def _read_part(source: Source, module: str, out_features: int, in_features: int,
         _check_shape(f"{module}.bias", found.shape, (out_features,))
         if not bias and not bool((found == 0).all()):
             raise ValueError(f"{module}.bias: the checkpoint has one, its config.json says that there is none; correct that")
-    return Part(module, (out_features, in_features), weight, source.act(name), found if bias else None)
+    act = source.act(name)
+    scale = source.act_scale(name) if act is not None and not act.dynamic else None
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"{module}: the scale of its static activations is {scale}; it has to be positive and finite")
+    return Part(module, (out_features, in_features), weight, act, found if bias else None, scale)
 
 
 def _read_head(config: ModelConfig, source: Source, table: Tensor, device: torch.device, dtype: torch.dtype,

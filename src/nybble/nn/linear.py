@@ -25,15 +25,16 @@ class Linear:
     """y = x W^T + b with the packed weight of the first kernel that accepts it.
 
     weight: `QTensor` or float Tensor [N, K]; act: what its inputs are quantized to at run time (None: not at all); bias:
-    float [N] or None. `takes`: the activation spec the kernel wants (None: a float tensor), so that the op before can emit
-    `Rows`. Raises ValueError naming every kernel's refusal when none runs it.
+    float [N] or None; act_scale: the multiplier of static activations. `takes`: the activation spec the kernel wants (None:
+    a float tensor), so that the op before can emit `Rows`. Raises ValueError naming every kernel's refusal when none runs it.
     """
 
     def __init__(self, weight: QTensor | Tensor, act: Spec | None, bias: Tensor | None, device: torch.device,
-                 dtype: torch.dtype, ops: Ops) -> None:
+                 dtype: torch.dtype, ops: Ops, act_scale: float | None = None) -> None:
         quantized = isinstance(weight, QTensor)
         scheme = scheme_of(weight.spec if quantized else None, act)
-        self.shape = LinearShape(scheme, *weight.shape, device, dtype, quantized and weight.order is not None)
+        self.shape = LinearShape(scheme, *weight.shape, device, dtype, quantized and weight.order is not None,
+                                 act_scale)
         self.choice = choose(self.shape)
         self.bits_per_weight = weight.bits_per_weight if quantized else 8.0 * weight.dtype.itemsize
         self.takes = self.choice.kernel.takes
@@ -58,6 +59,7 @@ class Part:
     weight: QTensor | Tensor | None
     act: Spec | None = None
     bias: Tensor | None = None
+    act_scale: float | None = None  # static `act` only
 
 
 class Projection:
@@ -90,7 +92,9 @@ class Projection:
         if not self._linears:
             groups = _joinable(self.parts)
             self._groups = tuple(tuple(part.name for part in group) for group in groups)
-            self._linears = tuple(Linear(*_join(group), self.device, self.dtype, self.ops) for group in groups)
+            self._linears = tuple(
+                Linear(*_join(group), self.device, self.dtype, self.ops, group[0].act_scale) for group in groups
+            )
             first = self._linears[0].takes
             self._takes = first if all(linear.takes == first for linear in self._linears) else None
             if not self.keep:
@@ -126,7 +130,7 @@ class Projection:
             raise ValueError(f"{old.name}: cannot replace a weight of shape {old.shape} with {tuple(weight.shape)}")
         if not self.keep:
             raise ValueError(f"{old.name}: its weights were given up when packed; load the model with editable=True")
-        new = replace(old, weight=weight, act=act)
+        new = replace(old, weight=weight, act=act, act_scale=None)
         self.parts = tuple(new if part is old else part for part in self.parts)
         self._linears = ()
 
@@ -145,7 +149,7 @@ class Projection:
 
 
 def _joinable(parts: Sequence[Part]) -> list[list[Part]]:
-    """Neighbours that mean the same by their codes, together."""
+    """Neighbours that mean the same by their codes and quantize their input the same way, together."""
     groups: list[list[Part]] = []
     for part in parts:
         if groups and _alike(groups[-1][0], part):
@@ -156,11 +160,13 @@ def _joinable(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _alike(a: Part, b: Part) -> bool:
+    if (a.act, a.act_scale) != (b.act, b.act_scale):
+        return False
     if isinstance(a.weight, QTensor) and isinstance(b.weight, QTensor):
         one, other = a.weight.order, b.weight.order
         same_order = one is other if one is None or other is None else torch.equal(one, other)
-        return a.act == b.act and a.weight.spec == b.weight.spec and same_order
-    return isinstance(a.weight, Tensor) and isinstance(b.weight, Tensor) and (a.act, a.weight.dtype) == (b.act, b.weight.dtype)
+        return a.weight.spec == b.weight.spec and same_order
+    return isinstance(a.weight, Tensor) and isinstance(b.weight, Tensor) and a.weight.dtype == b.weight.dtype
 
 
 def _join(parts: list[Part]) -> tuple[QTensor | Tensor, Spec | None, Tensor | None]:

@@ -55,10 +55,10 @@ def as_seen(x: Tensor, act: Spec | None) -> Tensor:
 
 
 def quantize_parts(
-    parts: Sequence[Part], x: Tensor | None, recipe: Recipe, scale_dtype: torch.dtype, wanted: Tensor | None = None
+    parts: Sequence[Part], x: Tensor | None, recipe: Recipe, scale_dtype: torch.dtype, clean: Tensor | None = None
 ) -> dict[str, Quantized]:
-    """Quantize linears that share an input. x: float [M, K] calibration inputs, None for methods that need none. wanted:
-    float [M, sum of N], the outputs to come close to (default: those of the unrounded weights on `x`).
+    """Quantize linears that share an input. x: float [M, K] calibration inputs, None for methods that need none. clean: the
+    float model's inputs at the same place, of which the share `recipe.drift` takes the place of `x` in the outputs aimed at.
     """
     weight = torch.cat([_float(part.weight) for part in parts])
     scheme = recipe.scheme_for(weight.shape[1])
@@ -69,12 +69,13 @@ def quantize_parts(
     name = parts[0].name if len(parts) == 1 else f"{parts[0].name} (and those beside it)"
     act = scheme.act if recipe.true_activations else None
     moment = SecondMoment(weight.shape[1], x.device)
-    cross = torch.zeros(weight.shape, dtype=torch.float64, device=x.device) if wanted is not None else None
+    cross = None if clean is None else torch.zeros_like(moment.total)
     for start in range(0, x.shape[0], ROWS):
-        seen = as_seen(x[start : start + ROWS], act)
+        rows = x[start : start + ROWS].float()
+        seen = as_seen(rows, act)
         moment.add(seen)
-        if cross is not None and wanted is not None:
-            cross += (wanted[start : start + ROWS].float() - seen @ weight.t()).t() @ seen
+        if clean is not None:
+            cross += (torch.lerp(rows, clean[start : start + ROWS].float(), recipe.drift) - seen).t() @ seen
     h = moment.mean()
     target = weight if cross is None else follow(weight, h, cross / moment.rows, recipe.damping, name)
     if recipe.method == "rtn" or scheme.weight.num.kind != "int":
@@ -100,8 +101,8 @@ def quantize_layer(
         if name in done:
             return
         projection = layer.projection(name)
-        wanted = None if reference is None else reference.wanted(projection.parts, x, recipe.drift)
-        done.update(quantize_parts(projection.parts, x, recipe, scale_dtype, wanted))
+        clean = None if reference is None else reference.take(projection.names)
+        done.update(quantize_parts(projection.parts, x, recipe, scale_dtype, clean))
         for part in projection.names:
             layer.replace(part, done[part].weight, done[part].scheme.act)
 
@@ -115,11 +116,9 @@ class Reference:
         self.inputs: dict[str, Tensor] = {}
         self.hidden = layer.run(hidden, kv, step, lambda name, x: self.inputs.update({name: x}))
 
-    def wanted(self, parts: Sequence[Part], x: Tensor, drift: float) -> Tensor:
-        """The linears' outputs on their input x [M, K], moved by the share `drift` to the float model's: [M, sum of N]."""
-        there = [self.inputs.pop(part.name) for part in parts][0]
-        weight = torch.cat([_float(part.weight) for part in parts])
-        return torch.lerp(x.float(), there.float(), drift) @ weight.t()
+    def take(self, names: Sequence[str]) -> Tensor:
+        """The input [M, K] that these linears share; forgotten afterwards."""
+        return [self.inputs.pop(name) for name in names][0]
 
 
 class OneLayer:

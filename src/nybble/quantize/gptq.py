@@ -93,11 +93,12 @@ def damped(moment: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
 def follow(weight: Tensor, moment: Tensor, cross: Tensor, damping: float, name: str) -> Tensor:
     """The weight that makes up for what the quantized layers before it did to its inputs (QEP, arXiv 2504.09629).
 
-    weight [N, K]; moment [K, K] of the inputs x as they arrive; cross float64 [N, K], the mean of (y - W x) x^T with y the
-    outputs wanted. -> W + cross (H + damping)^-1, the damped least-squares solution for y, fp32.
+    weight [N, K]; moment [K, K] of the inputs x as they arrive; cross [K, K], the mean of (c - x) x^T with c the inputs as
+    they should be. -> W + W cross (H + damping)^-1, the damped least-squares solution of W c = W' x, fp32.
     """
     h, _ = damped(moment, damping, name)
-    return (weight.double() + torch.linalg.solve(h, cross.t()).t()).float()
+    return (weight.double() @ (torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
+                               + torch.linalg.solve(h, cross.double().t()).t())).float()
 
 
 def quantize_gptq(

@@ -16,34 +16,38 @@ from importlib.resources import files
 from pathlib import Path
 
 from nybble.formats.spec import SCHEMES, Scheme, Spec, fit_group, scheme_of
+from nybble.text import read_text
 
 METHODS = ("rtn", "gptq")
-TRANSFORMS = ("none", "smooth", "rotate")
+TRANSFORMS = ("auto", "none", "smooth", "rotate")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """scheme: "w4a8", "w4a16", "w8a8", "w8a16" or "fp8". group: input channels per scale, 0 is one scale per channel; a
-    layer that it does not divide takes `formats.spec.fit_group`. method: "rtn" (no calibration) or "gptq".
+    """scheme: "w4a8", "w4a16", "w8a8", "w8a16" or "fp8". group: input channels per scale of 4-bit weights, 0 is one scale
+    per channel; a layer that it does not divide takes `formats.spec.fit_group`. 8-bit weights are always per channel.
+    method: "rtn" (no calibration) or "gptq".
 
     mse: search scales instead of absmax. damping, act_order, sweeps: see `gptq.GptqOptions`. true_activations: Hessians of
     the inputs as the quantized model rounds them. drift: 0 to 1, how much of the error that quantized layers before
-    brought in a layer's weights are moved to undo. transform: change of basis before rounding.
+    brought in a layer's weights are moved to undo (0.5 fits calibration text less closely than 1 and does better on others).
+    transform: change of basis before rounding; "auto" rotates 4-bit weights with 8-bit activations where a rotation of the
+    model's size is known, smooths them where not, and leaves everything else alone.
 
     samples x sequence_length: calibration tokens, taken from `calibration` (a description) with hash `text_hash`, in order.
     seed: the random signs of a rotation.
     """
 
     scheme: str = "w4a8"
-    group: int = 0
+    group: int = 128
     method: str = "gptq"
     mse: bool = True
     damping: float = 0.01
     act_order: bool = True
     sweeps: int = 2
     true_activations: bool = True
-    drift: float = 0.0
-    transform: str = "none"
+    drift: float = 0.5
+    transform: str = "auto"
     samples: int = 16
     sequence_length: int = 1024
     seed: int = 0
@@ -71,7 +75,7 @@ class Recipe:
         """The weight spec asked for, before a layer's width has its say."""
         weight = SCHEMES[self.scheme].weight
         assert weight is not None
-        return weight.with_group(self.group or None)
+        return weight.with_group(self.group or None) if weight.num.bits == 4 else weight
 
     def scheme_for(self, in_features: int) -> Scheme:
         """What a linear of this width gets."""
@@ -93,12 +97,13 @@ class Recipe:
         """In a few words."""
         steps = [] if self.transform == "none" else [self.transform]
         steps.append(self.method + (f" on {self.samples} x {self.sequence_length} tokens" if self.needs_calibration else ""))
-        return f"{self.scheme}, {f'groups of {self.group}' if self.group else 'per channel'}, {' + '.join(steps)}"
+        group = self.spec.group
+        return f"{self.scheme}, {f'groups of {group}' if group else 'per channel'}, {' + '.join(steps)}"
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
         """From a TOML file. Raises FileNotFoundError, and ValueError as `from_toml`."""
-        return from_toml(Path(path).read_text(encoding="utf-8"))
+        return from_toml(read_text(path))
 
     def to_toml(self) -> str:
         """One `key = value` a line. JSON's scalars are TOML's."""

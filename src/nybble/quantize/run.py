@@ -34,7 +34,7 @@ from nybble.quantize.calibrate import (
 from nybble.quantize.recipe import Recipe, hash_text, shipped_text
 from nybble.quantize.rotate import Rotated, can_rotate
 from nybble.quantize.smooth import ALL_SITES, smooth_layer
-from nybble.text import load_tokenizer
+from nybble.text import load_tokenizer, read_text
 
 Progress = Callable[[str, float], None]
 
@@ -105,8 +105,10 @@ def quantize_checkpoint(
     target = pick_device(device) if not isinstance(device, torch.device) else device
     notes: list[str] = []
     tokens = None
+    recipe = replace(recipe, transform=resolve_transform(recipe, config))
     if recipe.needs_calibration:
-        text = shipped_text() if calibration is None else Path(calibration).read_text(encoding="utf-8")
+        text = shipped_text() if calibration is None else read_text(calibration)
+        recipe = replace(recipe, sequence_length=min(recipe.sequence_length, config.max_position))
         tokens = take_windows(load_tokenizer(path).encode(text, add_special=False), recipe.samples, recipe.sequence_length)
         recipe = replace(recipe, calibration="shipped" if calibration is None else Path(calibration).name,
                          text_hash=hash_text(text))
@@ -121,6 +123,9 @@ def quantize_checkpoint(
         config = read_config(source.config)
     schemes = linear_schemes(config, recipe)
     notes += group_notes(schemes, recipe)
+    if checkpoint.scheme_name != "16bit":
+        notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone, start from 16 "
+                     "bits if you can")
     tally = _Tally()
     tensors = _tensors(source, checkpoint, config, recipe, tokens, target, tally, progress)
     write_checkpoint(out, dict(source.config), tensors, schemes, kv, checkpoint, recipe.to_dict())
@@ -129,6 +134,15 @@ def quantize_checkpoint(
         sum(f.stat().st_size for f in Path(out).glob("*.safetensors")), tally.bits / max(tally.weights, 1),
         time.perf_counter() - started,
     )
+
+
+def resolve_transform(recipe: Recipe, config: ModelConfig) -> str:
+    """What "auto" means for a model."""
+    if recipe.transform != "auto":
+        return recipe.transform
+    if not recipe.scheme.startswith("w4a8"):
+        return "none"
+    return "rotate" if can_rotate(config) is None else "smooth"
 
 
 def linear_schemes(config: ModelConfig, recipe: Recipe) -> dict[str, Scheme]:
@@ -144,7 +158,7 @@ def linear_schemes(config: ModelConfig, recipe: Recipe) -> dict[str, Scheme]:
 
 def group_notes(schemes: dict[str, Scheme], recipe: Recipe) -> list[str]:
     """One sentence for each group that had to give way."""
-    if not recipe.group:
+    if not recipe.spec.group:
         return []
     others: dict[int | None, set[str]] = {}
     for name, scheme in schemes.items():

@@ -7,7 +7,9 @@ before a model is loaded (the path, the port, the tokenizer) is found before it 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import signal
 import socket
 import time
@@ -28,7 +30,7 @@ SAY_EVERY_S = 5.0
 WATCH_S = 0.5
 
 
-class ServeError(Exception):
+class ServeError(RuntimeError):
     """The server cannot start or go on; the message says what would help."""
 
 
@@ -43,6 +45,8 @@ def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model
     Raises ServeError.
     """
     path = Path(model)
+    if not 0 <= port <= 65535:
+        raise ServeError(f"port = {port}: wants 0 (any free one) to 65535")
     if not path.exists():
         raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
     options = {"kv": "auto", "device": "auto"} | dict(engine or {})
@@ -60,8 +64,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror or error}. Is a server running there? "
-                         f"--port 0 takes any free port") from None
+        taken = ". Is a server running there? --port 0 takes any free port" if error.errno == errno.EADDRINUSE else ""
+        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # below 0: the resolver's own numbers
+        raise ServeError(f"cannot listen on {host} port {port}: {why}{taken}") from None
 
 
 async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.socket, *,

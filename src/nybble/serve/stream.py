@@ -54,12 +54,18 @@ class TextStream:
         self._detokenizer, self._stop, self._include, self._min_tokens = detokenizer, stop, include_stop, min_tokens
         self._held, self._count, self.stopped = "", 0, False
 
-    def push(self, token_ids: list[int]) -> tuple[str, int]:
-        """Text that is final now, and how many of the ids were used: fewer than given when a stop string ended it."""
+    def push(self, token_ids: list[int], ended_by_id: bool = False) -> tuple[str, int]:
+        """Text that is final now, and how many of the ids were used: fewer than given when a stop string ended it.
+
+        ended_by_id: the last id is one that ends requests (EOS, `stop_token_ids`): it counts as used, but its text is left out
+        unless stops are included.
+        """
+        silent = ended_by_id and not self._include
+        spoken = token_ids[:-1] if silent else token_ids
         if not self._stop:
-            return self._detokenizer.push(token_ids), len(token_ids)
+            return self._detokenizer.push(spoken), len(token_ids)
         text = ""
-        for used, token_id in enumerate(token_ids, 1):
+        for used, token_id in enumerate(spoken, 1):
             self._count += 1
             text += self._scan(self._detokenizer.push([token_id]))
             if self.stopped:
@@ -112,7 +118,7 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
                 if delta.index not in live:
                     continue
                 stream = texts[delta.index]
-                text, used = stream.push(delta.token_ids)
+                text, used = stream.push(delta.token_ids, delta.finish_reason == "stop")
                 timer.tokens(delta.index, used, time.perf_counter())
                 if delta.finish_reason is not None:
                     text += stream.finish()
