@@ -96,13 +96,14 @@ def test_linears_with_fp8_activations(name):
 
 
 # reference logits to compare with, and a bound: "max" of the difference, or "rms" where 8-bit activations make rounding
-# cascade (then the bound is what rounding to the model's dtype alone does, from the checkpoint's note).
+# cascade (then the bound is what rounding to the model's dtype alone does, from the checkpoint's note; for FP8 less than that,
+# 0.092 to 0.11, because activations left alone are off by only 0.087 to 0.103).
 LOGITS = {
-    "awq_llama_gemm_g128": ("logits", "max", 1e-4), "ct_llama_fp8_dynamic": ("logits", "rms", 0.11),
-    "ct_llama_fp8_static_kv": ("logits", "rms", 0.0997), "ct_llama_w4a16_sym_g128": ("logits", "max", 1e-4),
-    "ct_llama_w8a8_int8": ("logits_act127", "rms", 0.054), "fp8_autofp8_llama_static_kv": ("logits", "rms", 0.101),
-    "fp8_block_llama": ("logits", "rms", 0.0916), "gguf_llama_q4_0": ("logits", "max", 0.0163),
-    "gptq_llama_v1_sym_g128": ("logits", "max", 1e-4), "modelopt_llama_fp8_kv": ("logits", "rms", 0.101),
+    "awq_llama_gemm_g128": ("logits", "max", 1e-4), "ct_llama_fp8_dynamic": ("logits", "rms", 0.07),
+    "ct_llama_fp8_static_kv": ("logits", "rms", 0.05), "ct_llama_w4a16_sym_g128": ("logits", "max", 1e-4),
+    "ct_llama_w8a8_int8": ("logits_act127", "rms", 0.054), "fp8_autofp8_llama_static_kv": ("logits", "rms", 0.05),
+    "fp8_block_llama": ("logits", "rms", 0.07), "gguf_llama_q4_0": ("logits", "max", 0.0163),
+    "gptq_llama_v1_sym_g128": ("logits", "max", 1e-4), "modelopt_llama_fp8_kv": ("logits", "rms", 0.05),
     "qqq_llama_perchannel": ("logits", "rms", 0.0413), "qqq_qwen2_g128": ("logits", "rms", 0.0281),
     "tgi_llama_kv_scale": ("logits", "max", 1e-4),
 }
@@ -111,7 +112,7 @@ LOGITS = {
 @needs_shared
 @pytest.mark.parametrize("name", LOGITS)
 def test_logits_of_real_checkpoints(name):
-    """The whole model on a CPU in float32, with a float KV cache, and with the FP8 cache where the checkpoint has its scales."""
+    """The whole model on a CPU in float32, with a float KV cache; with an FP8 cache too if the checkpoint has scales."""
     path = SHARED / "checkpoints" / name
     if not path.is_dir():
         pytest.skip(f"{path} is not here")

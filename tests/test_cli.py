@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import make_tiny
+
+from nybble import LLM, SamplingParams
 
 
 def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -35,7 +39,12 @@ print(sorted(m for m in ("torch", "triton", "transformers", "numpy", "fastapi", 
         (("eval", "no/such/model", "--ppl", "no/such/text"), "no/such"),
         (("quantize", "no/such/model", "-o", "no/such/out"), "no/such/model"),
         (("quantize", ".", "-o", "no/such/out", "--group", "many"), "group"),
+        (("quantize", ".", "-o", "no/such/out", "--scheme", "w8a8", "--group", "32"), "leave --group out"),
         (("generate", ".", "hi", "--temperature", "-1"), "temperature"),
+        (("chat", ".", "--top-p", "0"), "top_p"),
+        (("serve", "no/such/model"), "no/such/model"),
+        (("serve", ".", "--port", "99999"), "65535"),
+        (("bench", "offline", "llama-3-8b", "--dummy", "--device", "tpu"), "tpu"),
     ],
 )
 def test_a_bad_argument_is_one_line_that_names_it(arguments, expected):
@@ -45,6 +54,35 @@ def test_a_bad_argument_is_one_line_that_names_it(arguments, expected):
     assert lines[-1].startswith("nybble: ")
     assert expected in lines[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_answers_go_to_standard_output_alone_and_a_closed_pipe_is_no_error(tmp_path):
+    model = tmp_path / "tiny"
+    make_tiny(model)
+    done = run("generate", str(model), "hi", "--max-tokens", "5")
+    llm = LLM(model, device="cpu")
+    answer = llm.generate("hi", SamplingParams(temperature=0.0, max_tokens=5))
+    assert (done.returncode, done.stdout) == (0, answer.text + "\n")
+    assert "2 tokens in" in done.stderr
+    (tmp_path / "shell").write_text(f"{sys.executable} -m nybble generate {model} hi --max-tokens 200 | head -c 1")
+    piped = subprocess.run(["sh", tmp_path / "shell"], capture_output=True, timeout=120, check=False)
+    assert len(piped.stdout) == 1
+    assert b"Error" not in piped.stderr
+    chat = subprocess.run([sys.executable, "-m", "nybble", "chat", str(model), "--max-tokens", "3"], timeout=120, check=False,
+                          input=b"\xff\n" + b"x" * 300 + b"\nhi\n", capture_output=True)
+    assert chat.returncode == 0
+    assert chat.stderr.count(b" 3 out") == 2
+    assert b"longer than the context" in chat.stderr
+
+
+def test_a_tensor_that_is_missing_is_one_line(tmp_path):
+    make_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    done = run("explain", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"nybble: {tmp_path} has no tensor 'model.layers.2.")
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_unknown_option_is_refused():

@@ -414,6 +414,17 @@ def test_the_same_recipe_gives_the_same_bytes(checkpoint: Path, tmp_path: Path):
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
 
 
+def test_calibration_is_no_longer_than_the_context_and_a_second_rounding_is_said(checkpoint: Path, tmp_path: Path):
+    recipe = Recipe(samples=1, transform="none", sweeps=0, drift=0.0)
+    assert recipe.sequence_length > 256  # what the model was made for
+    report = quantize_checkpoint(checkpoint, tmp_path / "once", recipe, calibration=checkpoint / "text.txt", device="cpu")
+    assert report.recipe.sequence_length == 256
+    assert all(error < 0.05 for error in report.errors.values())
+    assert "quantized already" not in str(report)
+    again = quantize_checkpoint(tmp_path / "once", tmp_path / "twice", Recipe(method="rtn", transform="none"), device="cpu")
+    assert "the source was quantized already (mixed" in str(again) or "the source was quantized already (w4a8" in str(again)
+
+
 def test_bad_input_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path):
     out = tmp_path / "out"
     with pytest.raises(FileNotFoundError):
@@ -423,6 +434,9 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint: Path, tmp_p
     short = tmp_path / "short.txt"
     short.write_text("the cat")
     with pytest.raises(ValueError, match="2 tokens"):
+        quantize_checkpoint(checkpoint, out, calibration=short)
+    short.write_bytes("the café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"short\.txt is not UTF-8 text \(byte 7 is 0xe9\)"):
         quantize_checkpoint(checkpoint, out, calibration=short)
     assert not out.exists()
 

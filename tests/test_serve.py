@@ -320,10 +320,13 @@ def test_sampling_fields_reach_the_engine(engine, client):
 def test_template_inputs_and_special_tokens(engine, client):
     messages = [{"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
                 {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}]
-    answer = client.chat.completions.create(model="scripted", messages=messages, extra_body={
-        "chat_template_kwargs": {"shout": True}, "skip_special_tokens": False})
+    extra = {"chat_template_kwargs": {"shout": True}, "skip_special_tokens": False}
+    answer = client.chat.completions.create(model="scripted", messages=messages,
+                                            extra_body={**extra, "include_stop_str_in_output": True})
     assert engine.prompts[0] == [START, *b"system\nbe kind", END, START, *b"assistant\nyes", END, START, *b"assistant\nLOUD "]
     assert answer.choices[0].message.content == ANSWER + "<|end|>"
+    answer = client.chat.completions.create(model="scripted", messages=messages, extra_body=extra)
+    assert answer.choices[0].message.content == ANSWER
 
 
 BAD = [

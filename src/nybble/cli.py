@@ -68,6 +68,8 @@ def quantize(
     chosen = Recipe.load(recipe) if recipe is not None else Recipe()
     chosen = chosen.with_options(scheme=scheme, group=None if group is None else _group(group), method=method,
                                  transform=transform, samples=samples, seed=seed)
+    if group not in (None, "channel") and not chosen.spec.group:
+        raise ValueError(f"group = {group}: {chosen.scheme} has one scale per channel; leave --group out")
     with progress_bars() as progress:
         report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device, progress=progress)
     print(report)
@@ -141,6 +143,7 @@ def chat(
     llm = open_llm(model, kv=kv, device=device)
     if not llm.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; `nybble generate` completes plain text")
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -252,11 +255,13 @@ def explain(model: Path, *, device: str = "auto") -> None:
     checkpoint = open_checkpoint(model)
     with progress_bars() as progress:
         loaded = load_model(checkpoint, target, progress=progress)
-    table = Table("layer", "scheme", "kernel", "bits/weight", "refused", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("layer", "scheme", "kernel", "bits/weight", "refused"):
+        table.add_column(title, overflow="fold", justify="right" if title == "bits/weight" else "left")
     for row in loaded.explain():
         refused = "; ".join(f"{name}: {reason}" for name, reason in row["refusals"])
         table.add_row(row["name"], row["scheme"], row["kernel"], f"{row['bits_per_weight']:.3f}", refused or "-")
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     console.print(f"{model}: {checkpoint.scheme_name}, KV {checkpoint.kv or '16 bits'}, on {describe(target)}")
     console.print(table)
 
@@ -403,7 +408,7 @@ def main() -> None:
     except BrokenPipeError:  # `| head` has seen enough; nor may Python complain when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         named = isinstance(error, OSError) and error.filename is not None and error.strerror
         print(f"nybble: {error.filename}: {error.strerror}" if named else f"nybble: {error}", file=sys.stderr)
         sys.exit(2)

@@ -71,6 +71,7 @@ class LLM:
         self.engine = open_engine(self.path, device, config, progress)
         self.tokenizer = load_tokenizer(self.path)
         self._ids = count()
+        self._mail: dict[str, list[Delta | Refused]] = {}  # of every running call's requests: streams may be read by turns
 
     def __enter__(self) -> LLM:
         return self
@@ -98,6 +99,8 @@ class LLM:
 
         Raises ValueError for a prompt that cannot run (empty, longer than the context), naming it; nothing is generated then.
         """
+        if not isinstance(prompts, Sequence):
+            raise ValueError(f"{type(prompts).__name__} is no prompt: give a string, a list of token ids, or a list of those")
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         each = self._params_for(params, len(batch))
@@ -129,30 +132,55 @@ class LLM:
 
     def render(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn."""
+        if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message for message in messages):
+            raise ValueError(f'{messages!r:.80} is no conversation: give a list of {{"role", "content"}} messages')
         return self.tokenizer.encode(self.tokenizer.chat(messages, add_generation_prompt=True), add_special=False)
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * prompts
+        if not isinstance(params, Sequence) or any(not isinstance(one, SamplingParams) for one in params):
+            raise ValueError(f"params: wants SamplingParams, or one for each prompt in a list; got {params!r}")
         if len(params) != prompts:
             raise ValueError(f"{len(params)} sampling params for {prompts} prompts: give one, or one for each")
         return list(params)
 
+    def _encode(self, prompt: Prompt, index: int) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"prompt {index}: {type(prompt).__name__} is no prompt: give a string or a list of token ids")
+        if (odd := next((item for item in prompt if type(item) is not int), None)) is not None:
+            raise ValueError(f"prompt {index}: {odd!r} is no token id: give a string or a list of ints")
+        return list(prompt)
+
     def _run(self, prompts: list[Prompt], each: list[SamplingParams]) -> Iterator[Piece]:
         live: dict[str, tuple[int, list[tuple[Response, TextStream]]]] = {}
+        mine: list[str] = []
+        if "engine" not in self.__dict__:
+            raise ValueError(f"this LLM was closed: make another from {self.path}")
         try:
             for index, (prompt, params) in enumerate(zip(prompts, each)):
-                token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                token_ids = self._encode(prompt, index)
                 request_id = f"local-{next(self._ids)}"
                 self.engine.submit(Submit(request_id, token_ids, params))
+                self._mail[request_id] = []
+                mine.append(request_id)
                 live[request_id] = (params.n, [
                     (Response(input_token_len=len(token_ids), index=index, choice=choice),
                      TextStream(self.tokenizer.stream(skip_special=params.skip_special_tokens), params.stop,
                                 params.include_stop, params.min_tokens))
                     for choice in range(params.n)
                 ])
-            while live and self.engine.has_work:
-                for event in self.engine.step():
+            while live:
+                events = [event for request_id in mine for event in self._mail[request_id]]
+                for request_id in mine:
+                    self._mail[request_id] = []
+                if not events:
+                    for event in self.engine.step():
+                        if event.request_id in self._mail:
+                            self._mail[event.request_id].append(event)
+                for event in events:
                     if event.request_id not in live:
                         continue
                     if isinstance(event, Refused):
@@ -162,6 +190,8 @@ class LLM:
         finally:
             for request_id in live:
                 self.engine.abort(request_id)
+            for request_id in mine:
+                del self._mail[request_id]
 
     def _advance(self, delta: Delta, live: dict[str, tuple[int, list[tuple[Response, TextStream]]]]) -> Iterator[Piece]:
         response, stream = live[delta.request_id][1][delta.index]

@@ -17,6 +17,8 @@ from typing import Any
 
 def lengths(count: int, mean: float, sigma: float, seed: int, low: int = 4, high: int = 1024) -> list[int]:
     """`count` log-normal lengths in [low, high] whose sum is exactly round(count * mean)."""
+    if count < 1 or not low <= mean <= high:
+        raise ValueError(f"{count} requests with a mean length of {mean}: wants 1 or more, of {low} to {high} tokens")
     rng = random.Random(seed)
     raw = [rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma) for _ in range(count)]
     factor = 1.0

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n")
+OPTIONAL = ("seed", "max_tokens", "logprobs")
+REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled.
@@ -14,7 +18,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: 0 is greedy. top_k: 0 is off. top_p, min_p in [0, 1] ([0, 1) for min_p). Penalties follow the OpenAI and
     Hugging Face definitions: presence and frequency on generated tokens, repetition (CTRL, arXiv 1909.05858) on prompt and
     generated tokens. seed: the request's own random stream, independent of what else is in the batch.
-    stop: strings, cut from the text unless `include_stop`. stop_token_ids: ids that end the request, like EOS.
+    stop: strings (or one), cut from the text unless `include_stop`; so is the text of the id that ended the request.
+    stop_token_ids: ids that end it, like EOS.
     max_tokens: None is up to the context's end. logprobs: None, or how many top alternatives per token (0: the chosen only).
     n: completions per prompt; with a seed, completion i draws from its own stream.
     """
@@ -38,6 +43,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # else its letters would be the stop strings
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in WHOLE:
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name in OPTIONAL):
+                raise ValueError(f"{name} = {value!r}: wants a whole number" + (" or None" if name in OPTIONAL else ""))
+        for name in REAL:
+            if type(value := getattr(self, name)) not in (int, float):
+                raise ValueError(f"{name} = {value!r}: wants a number")
         for name, ok, wanted in (
             ("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) to 100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),

@@ -155,7 +155,7 @@ def run(config: ProcessConfig) -> int:
         return 0
     except Exception as error:
         # Before there is an engine, these are about what the user brought, and say so themselves.
-        mendable = engine is None and isinstance(error, (ValueError, OSError))
+        mendable = engine is None and isinstance(error, (ValueError, OSError, MemoryError))
         if not mendable:
             log.exception("the engine ends")
         connections.receive(BEAT_S)  # who waits for the start has asked by now

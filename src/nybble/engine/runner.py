@@ -72,7 +72,8 @@ class ModelRunner:
         self.memory = MemoryPlan(weights, workspace, self.num_blocks * block_bytes, self.num_blocks, config.block_size,
                                  self.bytes_per_token)
         if cuda and config.graphs is not False:
-            self._graphs = DecodeGraphs(self._forward_from_pool, config.max_batch)
+            self._graphs = DecodeGraphs(self._forward_from_pool, config.max_batch, self._stage.width)
+            self._record(self._graphs)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Sampled]:
@@ -84,7 +85,7 @@ class ModelRunner:
                 prompt = request.num_prompt
                 self._counts.reset(request.slot, request.tokens[:prompt], request.tokens[prompt:])
         if self._graphs is not None and plan.num_decode == len(plan.requests) == len(plan.samples):
-            batch = self._stage.pack(plan, self._graphs.rows_for(len(plan.requests)), self._stage.width_for(plan))
+            batch = self._stage.pack(plan, *self._graphs.shape_for(len(plan.requests), self._stage.width_for(plan)))
             logits = self._graphs.run(batch.step)[: len(requests)]
         else:
             batch = self._stage.pack(plan)
@@ -141,6 +142,18 @@ class ModelRunner:
             return [host.tolist() for host in hosts]
 
         return wait
+
+    @torch.inference_mode()
+    def _record(self, graphs: DecodeGraphs) -> None:
+        """All decode graphs there can be, before the first request, so that no user's step waits for one. The one row that
+        is not padding writes to block 0, which nobody owns yet."""
+        request = Request("", 0, [0], SamplingParams(max_tokens=None), 2, frozenset(), 0)
+        request.slot, request.admission, request.num_tokens, request.blocks = 0, -1, 2, [0]
+        plan = Plan([request], [0], [1], 1, [0])
+        for width in graphs.widths:
+            for rows in reversed(graphs.rows):
+                graphs.run(self._stage.pack(plan, rows, width).step)
+        torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def _measure(self, limits: Limits, num_tokens: int, cache: Callable[[int], list]) -> int:

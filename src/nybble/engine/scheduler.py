@@ -25,9 +25,9 @@ RECOMPUTE_ROWS = 256
 @dataclass(frozen=True)
 class Limits:
     """num_blocks, block_size: the pool. max_batch: requests running at once. max_batched_tokens: tokens in a step.
-    With `chunked_prefill` off a prompt goes in whole, and the step's first prompt may exceed the budget. prefill_interval: while
-    at least half of max_batch generates, new prompts start no more often than every so many steps, several at once: a step
-    that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval)."""
+    With `chunked_prefill` off a prompt goes in whole, and the step's first prompt may exceed the budget.
+    prefill_interval: while at least half of max_batch generates, new prompts start no more often than every so many steps,
+    several at once: a step that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval)."""
 
     num_blocks: int
     block_size: int

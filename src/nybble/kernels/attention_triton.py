@@ -610,7 +610,9 @@ def decode_tiles(kind: str, group: int, head_dim: int, element_size: int = 2) ->
         return Tiles(128, 4, 1, split=512, vector=True) if head_dim <= 128 else Tiles(16, 1, 1, vector=True)
     if head_dim > 128:
         return Tiles(32, 4, 2)
-    return Tiles(64, 2, 2, split=512) if kind == "copy" else Tiles(32, 1, 3, split=512)
+    if kind in ("int8", "int4"):
+        return Tiles(32, 1, 3, split=512)
+    return Tiles(64, 2, 2, split=512) if kind == "copy" else Tiles(64, 4, 3, split=512)
 
 
 def prompt_tiles(kind: str, head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, Tiles]:

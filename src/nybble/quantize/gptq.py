@@ -174,13 +174,14 @@ def _sweep(weight: Tensor, codes: Tensor, scale: Tensor, h: Tensor, spec: Spec, 
     k = weight.shape[0]
     inverse = _reciprocal(scale)
     codes = codes.clone()
+    pace = (1.0 / h.diagonal()).tolist()
     pull = h @ (weight - codes * scale)  # [K, N]: how the loss pulls each quantized value up
     for start in range(0, k, block):
         stop = min(start + block, k)
         before = codes[start:stop] * scale[start:stop]
         for j in range(start, stop):
             old = codes[j].clone()
-            torch.addcmul(old, pull[j], inverse[j], value=1.0 / float(h[j, j]), out=codes[j])
+            torch.addcmul(old, pull[j], inverse[j], value=pace[j], out=codes[j])
             codes[j].round_().clamp_(spec.num.qmin, spec.num.qmax)
             moved = (codes[j] - old).mul_(scale[j])
             pull[j:stop].addr_(h[j, j:stop], moved, alpha=-1.0)

@@ -124,8 +124,8 @@ def quantize_checkpoint(
     schemes = linear_schemes(config, recipe)
     notes += group_notes(schemes, recipe)
     if checkpoint.scheme_name != "16bit":
-        notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone, start from 16 "
-                     "bits if you can")
+        notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone; start from "
+                     "16 bits if you can")
     tally = _Tally()
     tensors = _tensors(source, checkpoint, config, recipe, tokens, target, tally, progress)
     write_checkpoint(out, dict(source.config), tensors, schemes, kv, checkpoint, recipe.to_dict())

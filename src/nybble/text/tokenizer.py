@@ -43,7 +43,12 @@ class Tokenizer:
         self._byte_level = decoder.get("type") == "ByteLevel"
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """add_special: put around what the tokenizer puts around a text (usually a BOS); off for rendered chat prompts."""
+        """add_special: put around what the tokenizer puts around a text (usually a BOS); off for rendered chat prompts.
+
+        Raises ValueError for a lone surrogate, which is what Python makes of an argument that is not UTF-8.
+        """
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError("the text is not valid Unicode (it holds a lone surrogate): send UTF-8")
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -1,0 +1,227 @@
+"""The Python API, end to end on tiny models: against transformers where nothing is quantized, against itself where it is."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_tiny, token_ids
+
+from nybble import LLM, SamplingParams, pipeline
+from nybble.quantize import Recipe, quantize_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+KV_TYPES = ("fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp8_e5m2")
+
+
+def greedy(**changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llm")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path):
+    return make_tiny(folder / "float")
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path, reference) -> LLM:
+    """Float weights, float32 KV: what transformers computes."""
+    return LLM(folder / "float", kv="fp32", device="cpu", block_size=16)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, reference) -> LLM:
+    """W4A8 with an int8 KV cache."""
+    quantize_checkpoint(folder / "float", folder / "w4a8", Recipe(method="rtn", group=32), kv="int8", device="cpu")
+    return LLM(folder / "w4a8", device="cpu", block_size=16)
+
+
+def all_free(llm: LLM) -> bool:
+    """Nothing runs, and every block is free or only kept for its prefix."""
+    info = llm.info()
+    return (info.running, info.waiting, info.free_blocks + info.cached_blocks) == (0, 0, info.num_blocks)
+
+
+def test_greedy_tokens_are_those_of_transformers(exact, reference):
+    prompts = [row[:n] for row, n in zip(token_ids(3, 40).tolist(), (1, 17, 40))]
+    for prompt, answer in zip(prompts, exact.generate(prompts, GREEDY)):
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert answer.token_ids == expected[0, len(prompt):].tolist()
+        assert (answer.input_token_len, answer.finish_reason) == (len(prompt), "length")
+
+
+def test_logprobs_are_those_of_transformers(exact, reference):
+    prompt = token_ids(1, 20).tolist()[0]
+    answer = exact.generate(prompt, greedy(logprobs=3))
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, -1)
+    assert len(answer.logprobs) == 12
+    for row, token, found in zip(expected, answer.token_ids, answer.logprobs):
+        assert found.token_id == token
+        assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = torch.topk(row, 3)
+        assert [t for t, _ in found.top] == best.indices.tolist()
+        assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_eos_ends_an_answer_where_transformers_ends_it(exact, reference):
+    prompt = token_ids(1, 8).tolist()[0]
+    free = exact.generate(prompt, GREEDY).token_ids
+    stop = next(token for i, token in enumerate(free) if i >= 3 and token not in free[:i])
+    expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=stop)
+    answer = exact.generate(prompt, greedy(stop_token_ids=(stop,)))
+    assert (answer.token_ids, answer.finish_reason) == (expected[0, 8:].tolist(), "stop")
+
+
+def test_a_batch_gives_what_each_prompt_gets_alone(llm):
+    prompts = ["Once upon a time", "a", [5, 6, 7], "The quick brown fox jumps over the lazy dog" * 3]
+    params = [GREEDY, SamplingParams(temperature=0.9, seed=7, max_tokens=9), greedy(max_tokens=3), GREEDY]
+    together = llm.generate(prompts, params)
+    assert [r.index for r in together] == [0, 1, 2, 3]
+    for prompt, one, answer in zip(prompts, params, together):
+        alone = llm.generate(prompt, one)
+        assert (alone.token_ids, alone.text) == (answer.token_ids, answer.text)
+
+
+def test_stream_joins_to_generate_and_leaving_early_frees_everything(llm):
+    whole = llm.generate("Tell me", GREEDY)
+    pieces = list(llm.stream("Tell me", GREEDY))
+    assert "".join(piece.text for piece in pieces) == whole.text == pieces[-1].response.text
+    assert pieces[-1].response.token_ids == whole.token_ids
+    for left in llm.stream("Tell me", greedy(max_tokens=100)):
+        if len(left.response.token_ids) == 2:
+            break
+    gc.collect()
+    assert llm.generate("Tell me", GREEDY).token_ids == whole.token_ids
+    assert all_free(llm)
+
+
+def test_streams_read_by_turns_lose_nothing(llm):
+    first, second = llm.stream("Tell me", GREEDY), llm.stream("abc", greedy(max_tokens=5))
+    head = next(first)
+    turns = [next(second) for _ in range(2)]
+    between = llm.generate("Tell me more", GREEDY)
+    texts = [head.text + "".join(p.text for p in first), "".join(p.text for p in [*turns, *second])]
+    assert texts == [r.text for r in llm.generate(["Tell me", "abc"], [GREEDY, greedy(max_tokens=5)])]
+    assert between.token_ids == llm.generate("Tell me more", GREEDY).token_ids
+    assert all_free(llm)
+
+
+def test_a_repeated_prompt_comes_from_the_cache_and_answers_the_same(llm):
+    prompt = token_ids(1, 50, seed=3).tolist()[0]
+    first, second = llm.generate(prompt, GREEDY), llm.generate(prompt, GREEDY)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 48)  # whole blocks of 16
+    assert first.token_ids == second.token_ids
+
+
+def test_n_completions_differ_and_repeat_with_their_seed(llm):
+    params = SamplingParams(n=3, seed=1, temperature=1.5, max_tokens=8, ignore_eos=True)
+    answers = llm.generate("x", params)
+    assert [a.choice for a in answers] == [0, 1, 2]
+    assert len({tuple(a.token_ids) for a in answers}) == 3
+    assert [a.token_ids for a in llm.generate(["x"], params)[0]] == [a.token_ids for a in answers]
+
+
+def test_stop_strings_cut_the_text_and_min_tokens_waits(exact):
+    prompt = token_ids(1, 8, seed=4).tolist()[0]
+    letters = greedy(max_tokens=40, logprobs=0)
+    text = exact.generate(prompt, letters).text
+    stop = next(c for i, c in enumerate(text) if i >= 2 and c not in text[:i] and c != "�")
+    answer = exact.generate(prompt, greedy(max_tokens=40, logprobs=0, stop=(stop,)))
+    assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
+    assert len(answer.logprobs) == len(answer.token_ids) < 40
+    kept = exact.generate(prompt, greedy(max_tokens=40, stop=(stop,), include_stop=True))
+    assert kept.text == answer.text + stop
+    later = exact.generate(prompt, greedy(max_tokens=40, stop=(stop,), min_tokens=len(answer.token_ids) + 1))
+    assert later.text.startswith(answer.text + stop)
+    assert all_free(exact)
+
+
+def test_the_text_of_the_id_that_stops_is_no_part_of_the_answer(llm):
+    prompt = next([byte] for byte in range(3, 259) if len(set(llm.generate([byte], GREEDY).token_ids[:3])) == 3)
+    ids = llm.generate(prompt, GREEDY).token_ids[:3]
+    ending = {"stop_token_ids": (ids[2],), "skip_special_tokens": False}
+    before, whole = (llm.tokenizer.decode(some, skip_special=False) for some in (ids[:2], ids))
+    assert before != whole
+    answer = llm.generate(prompt, greedy(**ending))
+    assert (answer.token_ids, answer.text, answer.finish_reason) == (ids, before, "stop")
+    assert llm.generate(prompt, greedy(**ending, stop=("no such text",))).text == before
+    assert llm.generate(prompt, greedy(**ending, include_stop=True)).text == whole
+
+
+@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.filterwarnings("ignore:no KV scales")
+def test_every_kv_type_runs_and_is_near_float(exact, folder, kv):
+    prompt = token_ids(1, 60, seed=5).tolist()[0]
+    with LLM(folder / "float", kv=kv, device="cpu") as other:
+        assert other.info().kv == kv
+        found = other.generate(prompt, greedy(max_tokens=1, logprobs=1)).logprobs[0]
+        assert other.info().bytes_per_token <= exact.info().bytes_per_token
+    best, logprob = exact.generate(prompt, greedy(max_tokens=1, logprobs=20)).logprobs[0].top[0]
+    assert found.token_id == best or kv in ("int4", "fp8_e5m2")
+    assert abs(found.logprob - logprob) < {"int4": 3.0, "fp8_e5m2": 1.0, "fp8": 0.5}.get(kv, 0.1)
+
+
+def test_conversations_and_the_pipeline(llm, folder):
+    conversation = [{"role": "user", "content": "Hi!"}]
+    rendered = llm.tokenizer.encode("<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n", add_special=False)
+    assert llm.render(conversation) == rendered
+    expected = llm.generate(rendered, GREEDY).token_ids
+    assert llm.chat(conversation, GREEDY).token_ids == expected
+    assert [r.token_ids for r in llm.chat([conversation] * 2, GREEDY)] == [expected] * 2
+    with pipeline(folder / "w4a8", device="cpu") as pipe:
+        one = pipe("Hi!", GREEDY)
+        both = pipe(["Hi!", conversation], GREEDY)
+        assert [one.token_ids, *(r.token_ids for r in both)] == [expected] * 3
+        assert "".join(p.text for p in pipe.stream_infer("Hi!", GREEDY)) == one.text
+        assert pipe("Hi!", GREEDY, do_preprocess=False).token_ids == llm.generate("Hi!", GREEDY).token_ids
+
+
+def test_params_of_the_wrong_type_are_refused_and_one_stop_string_is_one():
+    assert SamplingParams(stop="end").stop == ("end",)
+    for name, value in (("max_tokens", 2.5), ("n", True), ("top_k", None), ("temperature", "hot"), ("top_p", None)):
+        with pytest.raises(ValueError, match=f"{name} = "):
+            SamplingParams(**{name: value})
+
+
+def test_what_is_no_conversation_is_refused(llm):
+    for odd in ("hi", [{"content": "no role"}], [["hi"]]):
+        with pytest.raises(ValueError, match="no conversation"):
+            llm.chat(odd, GREEDY)
+
+
+def test_a_closed_model_says_so(folder):
+    closed = LLM(folder / "float", device="cpu")
+    closed.close()
+    with pytest.raises(ValueError, match="closed"):
+        closed.generate("x")
+
+
+@pytest.mark.parametrize(("prompts", "params", "says"), [
+    ("", GREEDY, "prompt 0: the prompt is empty"),
+    (["ok", []], GREEDY, "prompt 1: the prompt is empty"),
+    ("\ud800", GREEDY, "lone surrogate"),
+    ([[5, 9999]], GREEDY, "prompt 0: ids must be in 0 to 383"),
+    ("x" * 300, GREEDY, "prompt 0: the prompt has 300 tokens"),
+    ("x", greedy(max_tokens=1000), "max_tokens = 1000 exceed the context of 256"),
+    (["a", "b"], [GREEDY], "1 sampling params for 2 prompts"),
+    ([None], GREEDY, "prompt 0: NoneType is no prompt"),
+    (7, GREEDY, "int is no prompt"),
+    ([["a"]], GREEDY, "prompt 0: 'a' is no token id"),
+    ([5, "a"], GREEDY, "prompt 0: 'a' is no token id"),
+    ("a", {"max_tokens": 3}, "params: wants SamplingParams"),
+])  # fmt: skip
+def test_bad_prompts_are_named_and_the_engine_goes_on(llm, prompts, params, says):
+    with pytest.raises(ValueError, match=says):
+        llm.generate(prompts, params)
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate("still there", greedy(max_tokens=2)).finish_reason == "length"
+    assert all_free(llm)
