@@ -27,11 +27,10 @@ def demo_model() -> Path:
 def run_demo(model: Path | None, output: Path, device: str, progress: Progress | None) -> str:
     """Quantize `model` (default: `demo_model`) into `output` and compare. -> text to print.
 
-    W4A8 in groups of 128 (64 where they do not divide), INT8 KV, GPTQ on a quarter of the default's work: minutes, not many.
+    W4A8 in groups of 128 (64 where they do not divide) by the default recipe, INT8 KV.
     """
     source = Path(model) if model is not None else demo_model()
-    recipe = Recipe(group=128, samples=8, drift=0.0, sweeps=0)
-    report = quantize_checkpoint(source, output, recipe, kv="int8", device=device, progress=progress)
+    report = quantize_checkpoint(source, output, Recipe(group=128), kv="int8", device=device, progress=progress)
 
     def named(name: str) -> Progress | None:
         return None if progress is None else lambda what, done: progress(f"{name}: {what}", done)
