@@ -185,20 +185,8 @@ def demo_error(path: Path, reference: Any) -> float:
     return max(errors)
 
 
-@pytest.mark.xfail(strict=True, reason="GGUF blocks are rounded to float16 when read, transformers keeps float32: 1.06e-3")
 def test_demo_model_is_transformers(demo: tuple[Path, Any]) -> None:
     assert demo_error(*demo) <= 1e-3
-
-
-def test_demo_model_is_transformers_with_weights_held_in_float16(demo: tuple[Path, Any]) -> None:
-    path, reference = demo
-    exact = {name: parameter.data for name, parameter in reference.named_parameters()}
-    for parameter in reference.parameters():
-        parameter.data = parameter.data.half().float()
-    error = demo_error(path, reference)
-    for name, parameter in reference.named_parameters():
-        parameter.data = exact[name]
-    assert error <= 1e-5
 
 
 # ---- one layer at a time ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A .gguf as a source of 16-bit weights under Hugging Face names, with the config.json it would have had.
 
-Quantized blocks are decoded by the `gguf` package and come out as float16; F32, F16 and BF16 tensors keep their dtype. Two
+Quantized blocks are decoded by the `gguf` package and come out as float32; F32, F16 and BF16 tensors keep their dtype. Two
 things llama.cpp's converter did are undone: the rows of Q and K that it interleaves for its RoPE ("llama" only), and Llama
 3's RoPE scaling that it stores as a tensor of factors.
 """
@@ -63,7 +63,7 @@ class GGUFStore:
         return self._at(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return PLAIN.get(self._at(name).kind, torch.float16)
+        return PLAIN.get(self._at(name).kind, torch.float32)
 
     def tensor(self, name: str) -> Tensor:
         info = self._at(name)
@@ -80,7 +80,7 @@ class GGUFStore:
 
 
 def decode(data: np.ndarray, info: TensorInfo) -> Tensor:
-    """Values of one tensor, rows as ggml has them: float16 for quantized types, else the stored dtype."""
+    """Values of one tensor, rows as ggml has them: float32 for quantized types, else the stored dtype."""
     raw = data[info.offset:info.offset + _bytes(info)]
     if info.kind in PLAIN:
         return torch.from_numpy(raw.copy()).view(PLAIN[info.kind]).view(info.shape)
@@ -93,7 +93,7 @@ def decode(data: np.ndarray, info: TensorInfo) -> Tensor:
     except NotImplementedError as error:
         raise ValueError(f"tensor {info.name!r}: the gguf package cannot decode {kind.name}; "
                          "use a file in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, a K-quant, F16, BF16 or F32") from error
-    return torch.from_numpy(values).to(torch.float16).view(info.shape)
+    return torch.from_numpy(values).view(info.shape)
 
 
 def _bytes(info: TensorInfo) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -65,6 +66,8 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
                 continue
             if last == "weight" and value.dim() == 2 and "embed" not in module:
                 plain.append(module)
+            if value.dim() == 2 and value.dtype == torch.float32:  # decoded from a GGUF: kept in the model's dtype
+                value = value.to(dtype)
             if role_of(name) in ("k", "v"):
                 scales.add(name)
                 value = value.reshape(1)
