@@ -21,7 +21,8 @@ FLOAT_KV = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Measured:
-    """One checkpoint. weight_bytes: its weights as they are run; disk_bytes: its file or its safetensors files."""
+    """One checkpoint. weight_bytes: its weights, those that are not quantized in
+    the checkpoint's dtype; disk_bytes: its file or its safetensors files."""
 
     name: str
     scheme: str
@@ -71,7 +72,8 @@ def measure(
     for tensor in checkpoint.names():
         value = checkpoint.get(tensor)
         quantized = isinstance(value, QTensor)
-        bits += value.bits_per_weight * value.codes.numel() if quantized else 8 * value.element_size() * value.numel()
+        width = min(value.element_size(), checkpoint.dtype.itemsize) if not quantized else 0  # GGUF decodes to float32
+        bits += value.bits_per_weight * value.codes.numel() if quantized else 8 * width * value.numel()
     label = chosen or FLOAT_KV[config.dtype]
     found = evaluate_perplexity(path, text, window, max_windows, kv, device, progress)
     return Measured(name or folder.name, checkpoint.scheme_name, label, bits / 8, sum(f.stat().st_size for f in files),
