@@ -281,12 +281,14 @@ def test_attention_compiles(target: str, form: str) -> None:
 def test_rope_write_and_norm_compile(target: str) -> None:
     from nybble.kernels import ops_triton as ops
 
+    early = target.startswith("sm_") and int(target[3:]) >= 90
     compile_for(target, ops._rms_norm_kernel, ["*bf16", "*bf16", "*bf16", "*bf16", "*i8", "*fp32"],
-                {"WIDTH": 5120, "BLOCK": 8192, "RESIDUAL": True, "QUANTIZE": True}, 16)
-    compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"], {"WIDTH": 13824, "BLOCK": 16384, "QUANTIZE": True}, 16)
+                {"WIDTH": 5120, "BLOCK": 8192, "RESIDUAL": True, "QUANTIZE": True, "PDL": early}, 4)
+    compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"],
+                {"WIDTH": 13824, "BLOCK": 16384, "QUANTIZE": True, "PDL": early}, 16)
     for kind in ("int4", "fp8"):
         constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "ROTARY": 128, "BLOCK_SIZE": 64, "GROUP": 8,
-                     "KIND": kind, "Q_NORM": True, "K_NORM": True}
+                     "KIND": kind, "Q_NORM": True, "K_NORM": True, "PDL": early}
         pointers = ["*bf16", "*bf16", "*u8", "*u8", "*fp16", "*fp16", "*i32", "*i64", "*fp32", "*bf16", "*bf16"]
         compile_for(target, ops._rope_write_kernel, pointers, constants, 2)
 

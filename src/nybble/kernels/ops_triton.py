@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nybble.formats.spec import KV
-from nybble.kernels import attention_triton
+from nybble.kernels import attention_triton, linear_triton
 from nybble.kernels.registry import Ops
 from nybble.kernels.types import LayerKV, Rows, Step
 
@@ -30,6 +31,14 @@ def _round(x):
 
 
 @triton.jit
+def _follow(PDL: tl.constexpr):
+    """Started early, while the kernel before this one drains: wait for its results, and let the next one start early too."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def _store_int8_row(y, codes_ptr, scale_ptr, row, column, kept, width):
     """Symmetric int8 of one fp32 row whose masked tail is zero; the same bits as `formats.numerics.quantize_rows`."""
     absmax = tl.maximum(tl.max(tl.abs(y), 0), _SMALLEST_ABSMAX)
@@ -41,12 +50,14 @@ def _store_int8_row(y, codes_ptr, scale_ptr, row, column, kept, width):
 
 @triton.jit
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, h_ptr, y_ptr, scale_ptr, eps,
-                     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr):
+                     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
+                     PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     kept = column < WIDTH
-    h = tl.load(x_ptr + row * WIDTH + column, mask=kept, other=0.0)
     weight = tl.load(weight_ptr + column, mask=kept, other=0.0).to(tl.float32)
+    _follow(PDL)
+    h = tl.load(x_ptr + row * WIDTH + column, mask=kept, other=0.0)
     if RESIDUAL:
         other = tl.load(residual_ptr + row * WIDTH + column, mask=kept, other=0.0)
         h = (h.to(tl.float32) + other.to(tl.float32)).to(x_ptr.dtype.element_ty)
@@ -60,7 +71,9 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, h_ptr, y_ptr, scale_ptr, e
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr):
+def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
+                     PDL: tl.constexpr):
+    _follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = column < WIDTH
@@ -74,7 +87,8 @@ def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    _follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     kept = column < WIDTH
@@ -82,10 +96,19 @@ def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOC
     _store_int8_row(x, codes_ptr, scale_ptr, row, column, kept, WIDTH)
 
 
-def _row_shape(width: int) -> tuple[int, int]:
-    """(block, warps) of a whole-row program: 16 values a thread or more, at most 16 warps. A function of width alone."""
+def _row_shape(width: int, most_warps: int) -> tuple[int, int]:
+    """(block, warps) of a whole-row program, at least 16 and at most 64 values a thread. A function of width alone.
+
+    Measured on an H200: 4 warps for norms, 16 for the wider rows that need no sum (`python -m nybble.bench.attention`).
+    """
     block = triton.next_power_of_2(width)
-    return block, min(16, max(1, block // 512))
+    return block, max(min(most_warps, max(1, block // 512)), block // 2048)
+
+
+def _launch_options(x: Tensor, warps: int) -> dict:
+    """Keywords of a launch; on devices that can, with an early start (see `_follow`)."""
+    early = linear_triton.overlaps(x.device)
+    return {"PDL": early, "num_warps": warps} | ({"launch_pdl": True} if early else {})
 
 
 def _rows_like(x: Tensor, width: int) -> Rows:
@@ -102,10 +125,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, qua
     h = x if residual is None else torch.empty_like(x)
     out = _rows_like(x, width) if quantize else torch.empty_like(x)
     if rows:
-        block, warps = _row_shape(width)
+        block, warps = _row_shape(width, 4)
         codes, scale = out if quantize else (out, out)
         _rms_norm_kernel[(rows,)](x, x if residual is None else residual.contiguous(), weight, h, codes, scale, eps,
-                                  width, block, residual is not None, quantize, num_warps=warps)
+                                  width, block, residual is not None, quantize, **_launch_options(x, warps))
     return out, h
 
 
@@ -115,9 +138,10 @@ def silu_mul(gate_up: Tensor, quantize: bool) -> Tensor | Rows:
     gate_up = gate_up.contiguous()
     out = _rows_like(gate_up, width) if quantize else torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block, warps = _row_shape(width) if quantize else (1024, 4)
+        block, warps = _row_shape(width, 16) if quantize else (1024, 4)
         codes, scale = out if quantize else (out, out)
-        _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, codes, scale, width, block, quantize, num_warps=warps)
+        _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, codes, scale, width, block, quantize,
+                                                            **_launch_options(gate_up, warps))
     return out
 
 
@@ -126,8 +150,8 @@ def quantize_rows(x: Tensor) -> Rows:
     rows, width = x.shape
     out = _rows_like(x, width)
     if rows:
-        block, warps = _row_shape(width)
-        _quantize_rows_kernel[(rows,)](x.contiguous(), out.codes, out.scale, width, block, num_warps=warps)
+        block, warps = _row_shape(width, 4)
+        _quantize_rows_kernel[(rows,)](x.contiguous(), out.codes, out.scale, width, block, **_launch_options(x, warps))
     return out
 
 
@@ -219,8 +243,9 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
                        q_norm_ptr, k_norm_ptr, eps, k_scale, v_scale,
                        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
                        ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
+                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr):
     """One program: GROUP heads of one kind (Q, K or V by program_id(1)) of one token, as two halves of their channels."""
+    _follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts: tl.constexpr = (HEADS + GROUP - 1) // GROUP
@@ -292,15 +317,8 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
         step.positions, step.slots, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         eps, kv.k_scale, kv.v_scale, heads, kv_heads, head_dim, triton.next_power_of_2(head_dim // 2), cos_sin.shape[1],
         kv.block_size, group, kv.name if KV[kv.name].num.bits <= 8 else "copy", q_norm is not None, k_norm is not None,
-        num_warps=2 if group * head_dim <= 1024 else 4)
+        **_launch_options(qkv, 2 if group * head_dim <= 1024 else 4))
     return q
 
 
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`linear_triton.logits`, found late: the linear kernels are a sibling that need not be loaded to norm a row."""
-    from nybble.kernels import linear_triton
-
-    return linear_triton.logits(hidden, weight)
-
-
-OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, logits)
+OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, linear_triton.logits)
