@@ -6,11 +6,13 @@ differently from one torch version to the next).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from nybble.formats.qtensor import QTensor, expand
-from nybble.formats.spec import FP8, FP8_E5M2, FP8_FNUZ, Num, Spec
+from nybble.formats.spec import FP8, FP8_E5M2, FP8_FNUZ, Num, Spec, fit_group
 
 FLOAT8 = {FP8.name: torch.float8_e4m3fn, FP8_FNUZ.name: torch.float8_e4m3fnuz, FP8_E5M2.name: torch.float8_e5m2}
 
@@ -64,3 +66,26 @@ def quantize_weight(weight: Tensor, spec: Spec, scale: Tensor, zero: Tensor | No
         values = values + expand(zero, (n, k))
     codes = torch.round(values).clamp_(spec.num.qmin, spec.num.qmax).to(torch.int8)
     return QTensor(spec, codes, scale, zero)
+
+
+def random_qtensor(spec: Spec, shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype) -> QTensor:
+    """A random [N, K] weight of about unit gain on the generator's device, for benchmarks and self-tests. The group is cut to
+    one that divides K; float8 codes are drawn in `dtype`. Scales lie between half and one and a half times their average, so
+    that one read from the wrong place shows."""
+    n, k = shape
+    device = generator.device
+    spread, low, high = 1.0, int(spec.num.qmin), int(spec.num.qmax)
+    if spec.num.kind == "float":
+        codes = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator).to(FLOAT8[spec.num.name])
+    else:
+        whole = torch.int8 if high < 128 else torch.uint8
+        codes = torch.randint(low, high + 1, shape, dtype=whole, device=device, generator=generator)
+        spread = (high - low + 1) / math.sqrt(12.0)
+    spec = spec.with_group(fit_group(spec.group, k))
+    tiles = (n, 1 if spec.group is None else k // spec.group)
+    value = 1.0 / (spread * math.sqrt(k))
+    scale = torch.rand(tiles, device=device, generator=generator) + 0.5
+    if spec.over is not None:  # an integer grid: int4 codes times scales below 127 / 8
+        return QTensor(spec, codes, torch.round(scale * 10), over=torch.full((n, 1), value / 10, device=device))
+    zero = torch.full(tiles, (high + 1) / 2, device=device) if spec.zero else None
+    return QTensor(spec, codes, scale * value, zero)

@@ -69,10 +69,16 @@ class Choice:
 
 
 def choose(shape: LinearShape, kernels: tuple[LinearKernel, ...] | None = None) -> Choice:
-    """The first kernel in preference order that accepts. Raises ValueError naming every refusal when none does."""
+    """The first kernel in preference order that accepts and, on a GPU, passes its start-up test. Raises ValueError naming
+    every refusal when none does."""
+    from nybble.kernels import selftest
+
+    tried = kernels is None and shape.device.type == "cuda"
     refusals = []
     for kernel in kernels if kernels is not None else linear_kernels(shape.device):
         reason = kernel.accepts(shape)
+        if reason is None and tried:
+            reason = selftest.failure(kernel, shape)
         if reason is None:
             return Choice(kernel, tuple(refusals))
         refusals.append((kernel.name, reason))

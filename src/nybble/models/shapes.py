@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nybble.formats.numerics import FLOAT8
+from nybble.formats.numerics import random_qtensor
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import SCHEMES, Scheme, Spec, fit_group
+from nybble.formats.spec import SCHEMES, Scheme, Spec
 from nybble.models.config import ModelConfig, read_config
 from nybble.models.decoder import Decoder
 from nybble.models.load import Progress, build, default_dtype
@@ -97,7 +96,7 @@ class DummySource:
             return self._normal((shape[0],), 0.1)
         if self._quantized(name):
             assert self._scheme.weight is not None
-            return self._codes(shape, self._scheme.weight)
+            return random_qtensor(self._scheme.weight, shape, self._generator, self._dtype)
         return self._normal(shape, 1.0 if last == "embed_tokens" else shape[1] ** -0.5)
 
     def _quantized(self, name: str) -> bool:
@@ -105,23 +104,3 @@ class DummySource:
 
     def _normal(self, shape: tuple[int, ...], deviation: float) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, deviation, generator=self._generator)
-
-    def _codes(self, shape: tuple[int, int], spec: Spec) -> QTensor:
-        n, k = shape
-        if spec.num.kind == "float":
-            codes = self._normal(shape, 1.0).to(FLOAT8[spec.num.name])
-            spread = 1.0
-        else:
-            low, high = int(spec.num.qmin), int(spec.num.qmax)
-            codes = torch.randint(low, high + 1, shape, dtype=torch.int8 if high < 128 else torch.uint8, device=self._device,
-                                  generator=self._generator)
-            spread = (high - low + 1) / math.sqrt(12.0)
-        spec = spec.with_group(fit_group(spec.group, k))
-        tiles = (n, 1 if spec.group is None else k // spec.group)
-        value = 1.0 / (spread * math.sqrt(k))
-        # Between half and one and a half times the average, so that a scale read from the wrong place shows.
-        scale = torch.rand(tiles, device=self._device, generator=self._generator) + 0.5
-        if spec.over is not None:  # an integer grid: int4 codes times scales below 127 / 8
-            return QTensor(spec, codes, torch.round(scale * 10), over=torch.full((n, 1), value / 10, device=self._device))
-        zero = torch.full(tiles, (high + 1) / 2, device=self._device) if spec.zero else None
-        return QTensor(spec, codes, scale * value, zero)
