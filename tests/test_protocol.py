@@ -7,8 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import ScriptedRunner, small
 
-from nybble.engine.messages import SamplingParams
+from nybble.engine.client import EngineDied, joined
+from nybble.engine.core import Engine
+from nybble.engine.messages import Delta, SamplingParams, Submit, TokenLogprob
 from nybble.serve.protocol import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -131,3 +134,35 @@ def test_any_bytes_are_a_400(body):
     with pytest.raises(RequestError) as caught:
         decode(ChatRequest, body).params()
     assert caught.value.status == 400
+
+
+def test_a_reader_that_fell_behind_gets_the_same_in_fewer_deltas():
+    def delta(index, *ids, reason=None, logprobs=True):
+        return Delta("r", index, list(ids), [TokenLogprob(i, -1.0, []) for i in ids] if logprobs else None, reason)
+
+    got = joined([delta(0, 1), delta(0, 2), delta(1, 7), delta(0, 3), delta(0, 4, reason="stop"), delta(1, 8),
+                  Delta("r", 1, [], finish_reason="error", error="e")])
+    assert [(d.index, d.token_ids, d.finish_reason) for d in got] == [
+        (0, [1, 2], None), (1, [7], None), (0, [3, 4], "stop"), (1, [8], None), (1, [], "error")]
+    assert [[one.token_id for one in d.logprobs or ()] for d in got] == [[1, 2], [7], [3, 4], [8], []]
+    assert joined([delta(0, 1, logprobs=False), delta(0, 2, logprobs=False)]) == [Delta("r", 0, [1, 2])]
+    died = EngineDied("x")
+    assert joined([delta(0, 1), died]) == [delta(0, 1), died]
+
+
+def test_one_completion_of_two_is_given_up():
+    """Its blocks are free at once, the other goes on to its own end."""
+    engine = Engine(ScriptedRunner(), small())
+    engine.submit(Submit("r", [5, 6, 7], SamplingParams(n=2, max_tokens=20, temperature=0.0)))
+    seen = [delta for _ in range(4) for delta in engine.step()]
+    used = engine.info().num_blocks - engine.info().free_blocks
+    engine.abort("r", 0)
+    assert engine.info().num_blocks - engine.info().free_blocks < used
+    engine.abort("r", 0)  # has ended: ignored
+    engine.abort("r", 7)
+    while engine.has_work:
+        seen += engine.step()
+    ends = [(delta.index, delta.finish_reason) for delta in seen if delta.finish_reason]
+    assert ends == [(0, "abort"), (1, "length")]
+    assert sum(len(delta.token_ids) for delta in seen if delta.index == 1) == 20
+    assert sum(len(delta.token_ids) for delta in seen if delta.index == 0) <= 4

@@ -66,6 +66,7 @@ class ScriptedEngine:
         self.params: list = []
         self.prompts: list[list[int]] = []
         self.per_delta, self.pause, self.stall_after, self.fail_after, self.dead = 1, 0.0, None, None, False
+        self.silence_s = 0.0
 
     @property
     def free_blocks(self) -> int:
@@ -113,11 +114,16 @@ class ScriptedEngine:
                     logprobs = [TokenLogprob(i, -0.25, [(i, -0.25), (65, -1.5)][: params.logprobs]) for i in ids]
                 yield Delta(request_id, index, ids, logprobs, reason if last else None, cached_tokens=16)
 
+    async def abort(self, request_id, index=None):
+        self.aborted.append((request_id, index))
+
     async def info(self):
         if self.dead:
             raise EngineDied("it was killed")
+        if self.silence_s:
+            await asyncio.Event().wait()
         return Info("scripted", "w4a8_g128", "int8", CONTEXT, 16, BLOCKS, self.free_blocks - 100, 100, len(self.held), 0, 3, 7,
-                    11, 13, 17, 19, 1234)
+                    11, 13, 17, 19, 1234, "int4, a scale per 128", "int8 per token", 1.5, 21, 2.5, 2.25)
 
 
 @contextlib.contextmanager
@@ -413,12 +419,15 @@ def test_too_long(engine, client, url):
 def test_routes(engine, client, url):
     model = client.models.retrieve(client.models.list().data[0].id)
     assert (model.id, model.max_model_len) == ("scripted", CONTEXT)
+    assert (model.scheme, model.weights, model.activations, model.kv_cache) == (
+        "w4a8_g128", "int4, a scale per 128", "int8 per token", "int8")
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="other", prompt="x")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     missing, wrong = httpx.get(url + "/v1/nothing"), httpx.get(url + "/v1/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
-    assert missing.json()["error"]["message"]
+    assert "POST /v1/chat/completions" in missing.json()["error"]["message"]
+    assert "GET /v1/completions is not served" in wrong.json()["error"]["message"]
     assert httpx.get(url + "/health").json()["status"] == "ok"
     assert httpx.get(url + "/version").json().keys() == {"version"}
     ids = httpx.post(url + "/tokenize", json={"prompt": "aü<|end|>"}).json()
@@ -434,6 +443,9 @@ def test_routes(engine, client, url):
     schemas = httpx.get(url + "/openapi.json").json()["components"]["schemas"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
     assert "top_k" in schemas["CompletionRequest"]["properties"]
+    assert schemas["ChatRequest"]["properties"]["response_format"]["enum"] == [None, {"type": "text"}]
+    role = httpx.post(url + "/v1/chat/completions", json={"model": "scripted", "messages": [{"role": "tool", "content": "x"}]})
+    assert role.json()["error"]["message"].endswith("'tool': wants system, developer, user, assistant")
 
 
 def test_metrics(engine, client, url):
@@ -449,16 +461,17 @@ def test_metrics(engine, client, url):
     def grew(key):
         return after[key] - before.get(key, 0)
 
-    assert grew('nybble_completions_total{finish_reason="stop"}') == 1
-    assert grew('nybble_completions_total{finish_reason="length"}') == 2
+    assert grew('nybble_request_success_total{finished_reason="stop"}') == 1
+    assert grew('nybble_request_success_total{finished_reason="length"}') == 2
     assert grew("nybble_time_to_first_token_seconds_count") == 2
-    assert grew("nybble_request_seconds_count") == 2
-    assert grew("nybble_inter_token_seconds_count") == len(ANSWER.encode()) + 2
+    assert grew("nybble_e2e_request_latency_seconds_count") == 2
+    assert grew("nybble_inter_token_latency_seconds_count") == len(ANSWER.encode()) + 2
     assert grew('nybble_http_responses_total{path="/v1/chat/completions",status="200"}') == 2
-    assert after["nybble_preemptions_total"] == 3
+    assert after["nybble_num_preemptions_total"] == 3
     assert after["nybble_generation_tokens_total"] == 13
     assert after["nybble_prefix_cache_hits_total"] == 19
-    assert after["nybble_kv_cache_usage_ratio"] == 0
+    assert after["nybble_kv_cache_usage_perc"] == 0
+    assert after["nybble_decode_busy_seconds_total"] / after["nybble_decode_wall_seconds_total"] == 0.9
 
 
 def test_64_at_once(engine, url):
@@ -522,6 +535,15 @@ def test_engine_errors(engine, client, url):
     assert httpx.get(url + "/health").status_code == 503
     engine.dead = False
     assert chat(client).choices[0].message.content == ANSWER
+
+
+@pytest.mark.parametrize(("silence_s", "status", "says"), [(10.0, 200, "busy"), (300.0, 503, "nothing for 300 s")])
+def test_health_in_a_long_step_and_when_it_never_ends(engine, url, silence_s, status, says):
+    engine.silence_s = silence_s
+    answer = httpx.get(url + "/health", timeout=30)
+    assert answer.status_code == status
+    assert says in answer.text
+    assert httpx.get(url + "/metrics", timeout=30).status_code == 200  # the last known figures
 
 
 def test_no_leak_over_500_requests(engine, url, world):
@@ -592,6 +614,8 @@ def test_key_and_overload(tokenizer):
 # The same over a real engine process: scheduler, blocks and messages are real, only the model is a script.
 
 ENGINE = """
+import time
+
 from nybble.engine.config import Sampled
 from nybble.engine.core import Engine
 
@@ -600,17 +624,26 @@ ANSWER = {answer!r}.encode() + bytes([10])
 
 class Script:
     vocab_size, num_blocks, max_context, max_batched_tokens, bytes_per_token, overlap = 259, 256, 512, 256, 1, False
+    decode_steps, decode_wall_s, decode_busy_s, pause_s = 0, 0.0, 0.0, 0.0
 
     def launch(self, plan):
+        time.sleep(self.pause_s)
         drawn = [plan.requests[row] for row in plan.samples]
-        # Byte i of the answer, shifted by the first byte of the prompt, so that mixed up requests show.
-        tokens = [(ANSWER[r.num_generated] + r.tokens[0]) % 256 if r.num_generated < len(ANSWER) else 256 for r in drawn]
+        # Byte i of the answer, shifted by the first byte of the prompt and the completion, so that mixed up requests show.
+        tokens = [(ANSWER[r.num_generated] + r.tokens[0] + r.index) % 256 if r.num_generated < len(ANSWER) else 256
+                  for r in drawn]
         return lambda: Sampled(tokens)
 
 
 def load(config):
     from dataclasses import replace
     return Engine(Script(), replace(config.engine, eos_ids=(256,), model_name="script", block_size=16))
+
+
+def slow(config):
+    engine = load(config)
+    engine.runner.pause_s = 0.02
+    return engine
 
 
 def broken(config):
@@ -685,11 +718,19 @@ def test_over_the_engine_process(tmp_path):
             lines = httpx.get(url + "/metrics").text.splitlines()
             return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
-        eventually(lambda: figures()["nybble_requests_running"] == 0)
-        assert figures()["nybble_kv_cache_usage_ratio"] == 0
+        eventually(lambda: figures()["nybble_num_requests_running"] == 0)
+        assert figures()["nybble_kv_cache_usage_perc"] == 0
         client = openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
         stopped = client.completions.create(model="script", prompt="\0", max_tokens=100, stop="The")
         assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("Grüße, 🌍! ", "stop")
+        before = figures()["nybble_generation_tokens_total"]
+        pair = client.completions.create(model="script", prompt="\0", max_tokens=300, n=2, stop="The",
+                                         extra_body={"ignore_eos": True})
+        assert (pair.choices[0].text, pair.choices[0].finish_reason) == ("Grüße, 🌍! ", "stop")
+        assert pair.choices[1].finish_reason == "length"
+        generated = figures()["nybble_generation_tokens_total"] - before
+        assert 300 < generated < 450  # the engine gave up the first completion when its text had ended, not at 600
+        assert pair.usage.completion_tokens == 300 + len("Grüße, 🌍! The".encode())
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="script", prompt="x" * 600)
         assert caught.value.code == "context_length_exceeded"
@@ -715,6 +756,71 @@ def test_the_server_ends_with_its_engine(tmp_path):
         errors = process.communicate(timeout=20)[1]
         assert process.returncode == 1
         assert "error: the engine died" in errors
+
+
+@linux
+def test_300_streams_a_third_of_which_hang_up(tmp_path):
+    """All at once, more than run together: who stays gets the right text, and who leaves gives the blocks back."""
+    with launched(tmp_path) as (process, url):
+        async def one(client, i):
+            prompt = chr(33 + i % 90) + "x" * (i % 50)
+            stream = await client.completions.create(model="script", prompt=prompt, max_tokens=100, stream=True,
+                                                     stream_options={"include_usage": True})
+            if i % 3 == 0:
+                for _ in range(i % 4):
+                    await anext(stream, None)
+                await stream.close()
+                return
+            chunks = [chunk async for chunk in stream]
+            assert "".join(c.choices[0].text for c in chunks if c.choices) == shifted(prompt).decode("utf-8", "replace")
+            assert chunks[-1].usage.completion_tokens == len(ANSWER.encode()) + 2
+
+        async def everyone():
+            limits = httpx.Limits(max_connections=400)
+            async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0,
+                                          http_client=httpx.AsyncClient(limits=limits, timeout=120)) as client:
+                await asyncio.gather(*(one(client, i) for i in range(300)))
+
+        asyncio.run(everyone())
+
+        def idle():
+            text = httpx.get(url + "/metrics").text
+            return "nybble_num_requests_running 0.0" in text and "nybble_server_requests_active 0.0" in text
+        eventually(idle)
+        assert "nybble_kv_cache_usage_perc 0.0" in httpx.get(url + "/metrics").text
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0].endswith("stopped\n")
+
+
+@linux
+def test_an_engine_killed_in_the_middle_of_streams(tmp_path):
+    """Every client is told, nobody hangs, and the server ends with an error for whoever restarts it."""
+    with launched(tmp_path, "scripted_engine:slow") as (process, url):
+        started, ends = [], []
+
+        def one(i):
+            body = {"model": "script", "prompt": "x", "max_tokens": 400, "stream": i % 2 == 0, "ignore_eos": True}
+            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+                text = ""
+                for line in response.iter_lines():
+                    text += line
+                    started.append(i)
+            ends.append((i, response.status_code, text))
+
+        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(20)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(set(started)) == 10)
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        for thread in threads:
+            thread.join(20)
+        assert len(ends) == 20
+        for i, status, text in ends:
+            assert status == (200 if i % 2 == 0 else 503)
+            assert '"code":"engine_died"' in text
+            assert text.endswith("data: [DONE]") == (i % 2 == 0)
+        assert "error: the engine died" in process.communicate(timeout=20)[1]
+        assert process.returncode == 1
 
 
 @linux
@@ -765,6 +871,9 @@ def test_reasons_not_to_start(tmp_path):
         assert url is None
         assert "error: the engine did not start" in (errors := process.communicate(timeout=20)[1])
         assert "no such weights" in errors
+    for key in ("", " sesame", "sésame", "a\nb"):
+        with pytest.raises(ServeError, match="api_key: wants"):
+            serve(tmp_path, api_key=key)
     with pytest.raises(ServeError, match="there is no model at .*nowhere"):
         serve(tmp_path / "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ServeError, match="cannot listen .* in use"):

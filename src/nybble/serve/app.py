@@ -42,6 +42,8 @@ from nybble.text import Tokenizer
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
 BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/tokenize": TokenizeRequest,
           "/detokenize": DetokenizeRequest}
+SHOWN = (*BODIES, "/v1/models", "/health", "/metrics", "/version")
+SILENT_S = 120.0  # longer than any step, the first of a kind included
 LONG_TEXT = 20_000  # characters from which text work leaves the event loop
 encode = msgspec.json.encode
 
@@ -140,8 +142,10 @@ def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | 
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine lives (also in a long step), else 503."""
-        info = await server.refresh()
+        """200 while the engine lives (also in a long step), else 503: it is down, or has said nothing for SILENT_S."""
+        info, silence_s = await server.refresh(), client.silence_s
+        if info is None and silence_s > SILENT_S:
+            raise RequestError(503, f"the engine has said nothing for {silence_s:.0f} s", code="engine_silent")
         return _json({"status": "ok", "running": info.running, "waiting": info.waiting} if info else {"status": "busy"})
 
     @app.get("/metrics")
@@ -406,7 +410,8 @@ def _json(data: dict, status: int = 200) -> Response:
 def _model(server: Server) -> dict:
     info = server.info
     return {"id": server.name, "object": "model", "created": server.created, "owned_by": "nybble",
-            "max_model_len": info.max_context, "scheme": info.scheme, "kv_cache": info.kv}
+            "max_model_len": info.max_context, "scheme": info.scheme, "weights": info.weights,
+            "activations": info.activations, "kv_cache": info.kv}
 
 
 def _body(kind: type) -> dict:
@@ -525,8 +530,13 @@ async def _on_known(_: Request, error: Exception) -> Response:
     return _error(_as_request_error(error))
 
 
-async def _on_http(_: Request, error: HTTPException) -> Response:
-    return _error(RequestError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+async def _on_http(request: Request, error: HTTPException) -> Response:
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        routes = (f"{method} {route.path}" for route in request.app.routes
+                  for method in sorted(route.methods or ()) if method != "HEAD" and route.path in SHOWN)
+        message = f"{request.method} {request.url.path} is not served here; these are: {', '.join(routes)}"
+    return _error(RequestError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 async def _on_invalid(_: Request, error: RequestValidationError) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -47,6 +48,8 @@ def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model
     path = Path(model)
     if not 0 <= port <= 65535:
         raise ServeError(f"port = {port}: wants 0 (any free one) to 65535")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise ServeError("api_key: wants ASCII text without spaces at its ends; without one, leave it out")
     if not path.exists():
         raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
     options = {"kv": "auto", "device": "auto"} | dict(engine or {})
@@ -102,6 +105,8 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         progress(f"{options.get('name') or info.model} is served at http://{shown}:{port} (API: /v1, chat: /)")
+        if not options.get("api_key") and not ipaddress.ip_address(host).is_loopback:
+            progress("anyone who reaches this address can use it: --api-key asks for a key")
         await asyncio.wait({stopping, serving, dying}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             progress("stopping when running requests are done; a second signal stops at once")
@@ -112,7 +117,7 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         if died:
             raise ServeError("the engine died, and the server with it: its log above says why")
     except EngineDied as error:
-        raise ServeError(f"the engine did not start: {error}") from None
+        raise ServeError(f"the engine did not start: {str(error).removeprefix('the engine ended: ')}") from None
     finally:
         stopping.cancel()
         await client.close()

@@ -1,7 +1,7 @@
 """What /metrics says: requests and latencies as the server sees them, and the engine's own counters at the time of the scrape.
 
 Not a global: every app has its own registry. The one idea: the engine counts for itself (`Info`), the server adds only what a
-client feels.
+client feels. Where vLLM has the figure it has vLLM's name, with `nybble_` for `vllm:`, so its dashboards need one change.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ class Metrics:
         self.queued = self.active = 0
         kept = {"registry": self._registry}
         self.responses = Counter("nybble_http_responses", "Answers by path and status.", ["path", "status"], **kept)
-        self._finished = Counter("nybble_completions", "Ended completions by reason.", ["finish_reason"], **kept)
+        self._finished = Counter("nybble_request_success", "Ended completions by reason: stop, length, abort, error, refused.",
+                                 ["finished_reason"], **kept)
         self._first = Histogram("nybble_time_to_first_token_seconds", "From the request to its first token.",
                                 buckets=SECONDS, **kept)
-        self._between = Histogram("nybble_inter_token_seconds", "Between tokens of one completion.",
+        self._between = Histogram("nybble_inter_token_latency_seconds", "Between tokens of one completion.",
                                   buckets=SECONDS_PER_TOKEN, **kept)
-        self._whole = Histogram("nybble_request_seconds", "From the request to its last token.", buckets=SECONDS, **kept)
+        self._whole = Histogram("nybble_e2e_request_latency_seconds", "From the request to its last token.",
+                                buckets=SECONDS, **kept)
         Gauge("nybble_server_requests_active", "Prompts being answered, as the server counts.", **kept).set_function(
             lambda: self.active)
         self._registry.register(self)
@@ -48,9 +50,9 @@ class Metrics:
             return
         used = info.num_blocks - info.free_blocks - info.cached_blocks
         for name, text, value in (
-            ("requests_running", "Requests in the batch.", info.running),
-            ("requests_waiting", "Requests waiting for their turn.", info.waiting),
-            ("kv_cache_usage_ratio", "Share of KV cache blocks in use.", used / max(info.num_blocks, 1)),
+            ("num_requests_running", "Requests in the batch.", info.running),
+            ("num_requests_waiting", "Requests waiting for their turn.", info.waiting),
+            ("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", used / max(info.num_blocks, 1)),
             ("kv_cache_blocks", "KV cache blocks.", info.num_blocks),
             ("kv_cache_free_blocks", "KV cache blocks that hold nothing.", info.free_blocks),
             ("kv_cache_prefix_blocks", "KV cache blocks that nobody uses, kept for their prefix.", info.cached_blocks),
@@ -62,8 +64,12 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", info.generated_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", info.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", info.prefix_hits),
-            ("preemptions", "Requests put back for lack of blocks.", info.preemptions),
+            ("num_preemptions", "Requests put back for lack of blocks.", info.preemptions),
             ("engine_steps", "Forward passes.", info.steps),
+            ("engine_host_seconds", "Of all steps, without waiting for the device.", info.host_s),
+            ("decode_steps", "Steps in which every request only generated, and that were timed.", info.decode_steps),
+            ("decode_wall_seconds", "Of those steps, each from the end of the step before it to its own.", info.decode_wall_s),
+            ("decode_busy_seconds", "Of that, what the device worked.", info.decode_busy_s),
         ):
             yield CounterMetricFamily(f"nybble_{name}", text, value)
 

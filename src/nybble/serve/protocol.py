@@ -18,6 +18,7 @@ from nybble.engine.messages import SamplingParams
 
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+ROLES = ("system", "developer", "user", "assistant")
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. The fields below `content` are those that clients send back as null with an assistant's turn."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal[ROLES]
     content: str | list[TextPart] | None = None
     name: Any = None
     refusal: Any = None
@@ -238,6 +239,8 @@ def decode(kind: type[T], body: bytes) -> T:
         what, _, path = str(error).partition(" - at `$")
         field = re.search(r"(?:unknown|required) field `(.*)`", what)
         param = (path.rstrip("`") + ("." + field[1] if field else "")).lstrip(".")
+        if what.startswith("Invalid enum value"):  # which does not say what would be valid
+            what += ": wants " + ("text, the only kind of part" if param.endswith("type") else ", ".join(ROLES))
         raise RequestError(400, f"{param or 'body'}: {what}", param=param or None) from None
     except RecursionError:
         raise RequestError(400, "the body is nested too deeply") from None
@@ -246,5 +249,11 @@ def decode(kind: type[T], body: bytes) -> T:
 
 
 def schemas(kinds: tuple[type, ...]) -> dict[str, Any]:
-    """JSON schemas of the request bodies, for the OpenAPI document's components."""
-    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
+    """JSON schemas of the request bodies, for the OpenAPI document's components; a field that is not honoured shows all that it
+    may say."""
+    found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
+    text = COMPLETION_NEUTRAL | {"best_of": (1,)}
+    for name, table in (("ChatRequest", CHAT_NEUTRAL), ("CompletionRequest", text), ("Message", MESSAGE_NEUTRAL)):
+        for field, neutral in table.items():
+            found[name]["properties"][field] = {"enum": [None, *neutral], "description": "Not supported."}
+    return found

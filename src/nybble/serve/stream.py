@@ -24,6 +24,9 @@ class Client(Protocol):
     """What the server asks of the engine: `engine.client.EngineClient`. Leaving a `generate` early aborts the request."""
 
     def generate(self, request_id: str, token_ids: list[int], params: SamplingParams) -> AsyncGenerator[Delta]: ...
+    @property
+    def silence_s(self) -> float: ...
+    async def abort(self, request_id: str, index: int | None = None) -> None: ...
     async def info(self) -> Info: ...
 
 
@@ -103,20 +106,21 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
                  first_index: int = 0) -> AsyncIterator[Piece]:
     """The completions first_index .. first_index + params.n - 1 of one prompt, as they come.
 
-    Closing the iterator early, or a stop string in every completion, aborts the request in the engine. Raises EngineFailed,
-    and whatever the client raises when the engine refuses the request or is dead.
+    A stop string aborts its completion in the engine, closing the iterator early all of them. Raises EngineFailed, and whatever
+    the client raises when the engine refuses the request or is dead.
     """
+    request_id = uuid4().hex
     live = set(range(params.n))
     texts = [TextStream(tokenizer.stream(skip_special=params.skip_special_tokens), params.stop, params.include_stop,
                         params.min_tokens) for _ in range(params.n)]
     timer = metrics.request(params.n)
     try:
-        async with aclosing(client.generate(uuid4().hex, token_ids, params)) as deltas:
+        async with aclosing(client.generate(request_id, token_ids, params)) as deltas:
             async for delta in deltas:
+                if delta.index not in live:  # it met a stop string; these were on their way
+                    continue
                 if delta.finish_reason in ("error", "abort"):
                     raise EngineFailed(delta.error or "the engine ended the request")
-                if delta.index not in live:
-                    continue
                 stream = texts[delta.index]
                 text, used = stream.push(delta.token_ids, delta.finish_reason == "stop")
                 timer.tokens(delta.index, used, time.perf_counter())
@@ -126,6 +130,8 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
                 if reason is not None:
                     live.discard(delta.index)
                     timer.finished(reason)
+                    if live and delta.finish_reason is None:  # the last one's `generate` is closed below
+                        await client.abort(request_id, delta.index)
                 yield Piece(first_index + delta.index, text, (delta.logprobs or [])[:used], used, delta.cached_tokens,
                             reason)
                 if not live:

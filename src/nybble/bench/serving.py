@@ -1,0 +1,715 @@
+"""Latency and throughput of a server as clients see them: of any that speaks OpenAI's streaming /v1/completions.
+
+Not an HTTP library: one small asyncio protocol over raw sockets, so that ten thousand events a second fit on a core.
+The one idea: record when each chunk arrived and what the server says it generated, decide nothing while the load runs; every
+figure is computed afterwards from the records, and a request that failed is a record like any other.
+
+What is counted: tokens as the server's `usage` says, never chunks. Latencies from the moment a request is sent (connecting
+included). TTFT: to the first chunk. TPOT: (last chunk - first chunk) / (tokens - 1), per request. ITL: the gap between two
+chunks, whatever a chunk holds, so that a stall stays a stall; `tokens_per_chunk` says how many that is. E2E: to the last chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import os
+import random
+import re
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from nybble.bench.offline import lengths
+from nybble.bench.plot import Chart, chart_svg
+
+METRICS = ("ttft", "tpot", "itl", "e2e")
+QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
+# Columns of published length files and traces: ShareGPT lengths, Vidur, Azure, BurstGPT, Mooncake.
+INPUT_COLUMNS = ("prompt_tokens", "num_prefill_tokens", "ContextTokens", "Request tokens", "input_length", "input_tokens")
+OUTPUT_COLUMNS = ("output_tokens", "num_decode_tokens", "GeneratedTokens", "Response tokens", "output_length")
+TIME_COLUMNS = ("arrived_at", "TIMESTAMP", "Timestamp", "timestamp", "arrival_s")
+DECODE_COUNTERS = ("nybble_decode_steps_total", "nybble_decode_wall_seconds_total", "nybble_decode_busy_seconds_total")
+# Short words that common tokenizers give one token each: text prompts of about so many tokens.
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they", "at", "be")
+
+
+class Size(NamedTuple):
+    """One request to make: tokens of prompt and answer, and when it is due (None: the load decides)."""
+
+    input_tokens: int
+    output_tokens: int
+    due_s: float | None = None
+
+
+class Load(NamedTuple):
+    """concurrency: closed loop, a request starts when another ends. rate: open loop, requests/s, whatever the server does.
+    Neither: the trace's own times."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        if self.concurrency:
+            return f"concurrency {self.concurrency}"
+        return "trace" if self.rate is None else f"{self.rate:g} requests/s"
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What became of one request. Times in seconds of `time.perf_counter`; error: None when the whole answer came."""
+
+    wanted_tokens: int
+    sent_s: float = 0.0
+    late_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals_s[0] - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.arrivals_s[-1] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None where one chunk brought all: its time is in the TTFT."""
+        if len(self.arrivals_s) < 2 or self.output_tokens < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
+
+
+# ---- one request over one connection ----------------------------------------------------------------------------------
+
+
+class Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: Details | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class Event(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+
+
+class Exchange(asyncio.Protocol):
+    """One HTTP/1.1 request and its answer, plain or as server-sent events, on a connection of its own.
+
+    done: set when the answer is complete or the connection is lost. body: of an answer that is no event stream.
+    """
+
+    def __init__(self, request: bytes, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._request, self._clock = request, clock
+        self._raw, self.body = bytearray(), bytearray()
+        self._chunked, self._left, self._is_stream, self._complete = False, None, False, False
+        self.status, self.finished, self.error = 0, False, None
+        self.arrivals_s: list[float] = []
+        self.usage: Usage | None = None
+        self._last_is_empty = False
+        self.done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.done = asyncio.get_running_loop().create_future()
+        transport.write(self._request)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._left is None and not self._chunked and self.status:  # such an answer ends with its connection
+            self._complete = True
+        if not self._complete:
+            self.error = self.error or f"the connection was lost: {error or 'closed before the answer was complete'}"
+        self._end()
+
+    def _end(self) -> None:
+        if self.done is not None and not self.done.done():
+            self.done.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        now = self._clock()
+        self._raw += data
+        if not self.status and not self._head():
+            return
+        self._unframe()
+        if self._is_stream:
+            self._events(now)
+        if self._complete:
+            self.transport.close()
+            self._end()
+
+    def _head(self) -> bool:
+        end = self._raw.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        first, *lines = self._raw[:end].decode("latin-1").split("\r\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self.status = int(first.split()[1])
+        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        if "content-length" in headers:
+            self._left = int(headers["content-length"])
+        self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        del self._raw[: end + 4]
+        return True
+
+    def _unframe(self) -> None:
+        raw = self._raw
+        if not self._chunked:
+            self.body += raw
+            if self._left is not None:
+                self._left -= len(raw)
+                self._complete = self._left <= 0
+            raw.clear()
+            return
+        at = 0
+        while (end := raw.find(b"\r\n", at)) >= 0:
+            size = int(raw[at:end].partition(b";")[0], 16)
+            if not size:
+                self._complete = True
+                break
+            if len(raw) < end + size + 4:
+                break
+            self.body += raw[end + 2 : end + 2 + size]
+            at = end + size + 4
+        del raw[:at]
+
+    def _events(self, now: float) -> None:
+        body, at = self.body, 0
+        while (end := body.find(b"\n", at)) >= 0:
+            if body.startswith(b"data:", at):
+                self._event(body[at + 5 : end].strip(), now)
+            at = end + 1
+        del body[:at]
+
+    def _event(self, payload: bytearray, now: float) -> None:
+        if payload == b"[DONE]":
+            self.finished = True
+            return
+        try:
+            event = decode_event(payload)
+        except msgspec.MsgspecError as error:
+            self.error = self.error or f"an event that is not a completion chunk: {error}"
+            return
+        if event.error is not None:
+            self.error = self.error or f"error event: {_message({'error': event.error})}"
+        if event.choices:
+            self.arrivals_s.append(now)
+            self._last_is_empty = not event.choices[0].text
+            self.finished = self.finished or event.choices[0].finish_reason is not None  # not every server adds [DONE]
+        if event.usage is not None:
+            self.usage = event.usage
+
+    def close_record(self, outcome: Outcome) -> None:
+        """Write what was seen into the outcome."""
+        if self.status and self.status != 200:
+            outcome.error = f"HTTP {self.status}: {_message(self.body)}"
+        elif self.error is not None:
+            outcome.error = self.error
+        elif not self.finished:
+            outcome.error = "the stream ended before the answer did (no finish_reason, no [DONE])"
+        elif self.usage is None:
+            outcome.error = "the server sent no usage, so its tokens cannot be counted (stream_options.include_usage)"
+        elif not self.arrivals_s:
+            outcome.error = "the server generated nothing"
+        else:
+            outcome.input_tokens, outcome.output_tokens = self.usage.prompt_tokens, self.usage.completion_tokens
+            details = self.usage.prompt_tokens_details
+            outcome.cached_tokens = (details and details.cached_tokens) or 0
+            if self._last_is_empty and len(self.arrivals_s) > self.usage.completion_tokens:
+                self.arrivals_s.pop()  # brought the reason to end and no token
+        outcome.arrivals_s = self.arrivals_s
+
+
+def _message(body: Any) -> str:
+    """The text of an error in OpenAI's shape, or what there is."""
+    try:
+        found = msgspec.json.decode(body) if isinstance(body, bytearray) else body
+        error = found.get("error", found)
+        return str(error.get("message") or error.get("detail") or error if isinstance(error, dict) else error)[:200]
+    except (msgspec.DecodeError, AttributeError):
+        return bytes(body)[:200].decode("utf-8", "replace") if isinstance(body, bytearray) else str(body)[:200]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server. url: with or without the trailing /v1."""
+
+    url: str
+    model: str = ""
+    api_key: str | None = None
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        parts = urlsplit(self.url)
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        return (
+            f"{method} {base}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{key}Content-Type: application/json\r\n"
+            f"Accept: text/event-stream, application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode() + body
+
+    async def exchange(self, request: bytes, timeout_s: float) -> Exchange:
+        """Raises TimeoutError, OSError."""
+        parts, secure = urlsplit(self.url), self.url.startswith("https")
+        exchange = Exchange(request)
+        async with asyncio.timeout(timeout_s):
+            await asyncio.get_running_loop().create_connection(
+                lambda: exchange, parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None
+            )
+            try:
+                await exchange.done
+            finally:
+                exchange.transport.abort()
+        return exchange
+
+    async def described(self) -> dict[str, Any]:
+        """The first model of /v1/models, as the server tells it. Raises ValueError."""
+        try:
+            answer = await self.exchange(self.request("GET", "/v1/models"), 30.0)
+        except (OSError, TimeoutError) as error:
+            raise ValueError(f"no server answers at {self.url}: {error or 'timeout'}") from None
+        if answer.status != 200:
+            raise ValueError(f"{self.url}/v1/models: HTTP {answer.status}: {_message(answer.body)}")
+        return msgspec.json.decode(answer.body)["data"][0]
+
+
+    async def decode_counters(self) -> tuple[float, float, float]:
+        """(steps, wall seconds, busy seconds) of decoding so far, as our own server counts them; zeros of any other server."""
+        found = dict.fromkeys(DECODE_COUNTERS, 0.0)
+        with suppress(OSError, TimeoutError):
+            answer = await self.exchange(self.request("GET", "/metrics"), 30.0)
+            for line in answer.body.decode("utf-8", "replace").splitlines():
+                name, _, value = line.partition(" ")
+                if name in found:
+                    found[name] = float(value)
+        return tuple(found.values())
+
+
+# ---- what to send ------------------------------------------------------------------------------------------------------
+
+
+def read_sizes(path: Path, columns: str | None = None, shortest: int = 1, longest: int | None = None) -> tuple[list[Size], int]:
+    """Sizes of a CSV with a header, and how many rows were left out for lengths outside shortest..longest.
+
+    columns: "input,output" or "input,output,time"; None looks for the names of published traces. Times are seconds or
+    ISO 8601, and count from the first row. Raises ValueError.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        raise ValueError(f"{path} holds no rows")
+    names = list(rows[0])
+    if columns is None:
+        found = [next((n for n in known if n in names), None) for known in (INPUT_COLUMNS, OUTPUT_COLUMNS, TIME_COLUMNS)]
+    else:
+        found = [*columns.split(","), None][:3]
+    if None in found[:2] or any(name is not None and name not in names for name in found):
+        raise ValueError(f"{path} has the columns {', '.join(names)}: name those of input and output tokens with --columns")
+    source, answer, when = found
+    sizes, left_out, start = [], 0, None
+    for number, row in enumerate(rows, 2):
+        try:
+            size = Size(int(float(row[source])), int(float(row[answer])), None if when is None else _seconds(row[when]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if min(size[:2]) < shortest or (longest is not None and max(size[:2]) > longest):
+            left_out += 1
+            continue
+        if size.due_s is not None:
+            start = size.due_s if start is None else start
+            size = size._replace(due_s=size.due_s - start)
+        sizes.append(size)
+    if not sizes:
+        raise ValueError(f"{path}: none of {len(rows)} rows has {shortest} to {longest} tokens")
+    return sizes, left_out
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+
+
+def arrivals(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
+    """Seconds at which requests are due, the first at 0. Gaps are gamma with mean 1/rate and shape `burstiness`: 1 is a
+    Poisson process, below 1 burstier, above 1 more even."""
+    at, out = 0.0, []
+    for _ in range(count):
+        out.append(at)
+        at += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return out
+
+
+def prepare(sizes: Iterable[Size], target: Target, wish: Options, what: str) -> list[bytes]:
+    """The requests as they go over the wire, with prompts that only this seed and `what` draw: no prefix cache knows them."""
+    vocabulary = wish.ids()
+    rng, out = random.Random(f"{wish.seed} {what}"), []
+    for size in sizes:
+        words = rng.choices(WORDS, k=size.input_tokens) if wish.text else None
+        prompt = " ".join(words) if words else [rng.randrange(vocabulary) for _ in range(size.input_tokens)]
+        body = {
+            "model": target.model, "prompt": prompt, "max_tokens": size.output_tokens, "temperature": 0.0, "stream": True,
+            "stream_options": {"include_usage": True},
+        } | ({"ignore_eos": True} if wish.ignore_eos else {})  # fmt: skip
+        out.append(target.request("POST", "/v1/completions", msgspec.json.encode(body)))
+    return out
+
+
+# ---- the load ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """All outcomes of one load, and how the client itself fared."""
+
+    outcomes: list[Outcome]
+    seconds: float = 0.0
+    client_cpu: float = 0.0
+    loop_lag_s: list[float] = field(default_factory=list)
+
+
+async def drive(target: Target, requests: Sequence[bytes], sizes: Sequence[Size], load: Load, due: Sequence[float] | None,
+                timeout_s: float = 600.0) -> Run:
+    """Send every request and wait for every end. due: seconds from now, None for a closed loop."""
+    run = Run([Outcome(size.output_tokens) for size in sizes])
+
+    async def one(index: int) -> None:
+        outcome = run.outcomes[index]
+        outcome.sent_s = time.perf_counter()
+        try:
+            (await target.exchange(requests[index], timeout_s)).close_record(outcome)
+        except TimeoutError:
+            outcome.error = f"no complete answer in {timeout_s:g} s"
+        except OSError as error:
+            outcome.error = f"cannot connect: {error.strerror or error}"
+
+    async def worker(queue: Iterable[int]) -> None:
+        for index in queue:
+            await one(index)
+
+    ticker = asyncio.create_task(_lag(run.loop_lag_s))
+    begun, cpu = time.perf_counter(), time.process_time()
+    if due is None:
+        queue = iter(range(len(requests)))
+        await asyncio.gather(*(worker(queue) for _ in range(min(load.concurrency or 1, len(requests)))))
+    else:
+        async with asyncio.TaskGroup() as group:
+            for index, at in enumerate(due):
+                if (wait := begun + at - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                run.outcomes[index].late_s = time.perf_counter() - begun - at
+                group.create_task(one(index))
+    run.seconds = time.perf_counter() - begun
+    run.client_cpu = (time.process_time() - cpu) / run.seconds
+    ticker.cancel()
+    return run
+
+
+async def _lag(out: list[float], every_s: float = 0.02) -> None:
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(every_s)
+        out.append(time.perf_counter() - before - every_s)
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------------
+
+
+def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
+    """Milliseconds of every metric over the requests that succeeded: one per request, for ITL one per gap."""
+    good = [one for one in outcomes if one.error is None]
+    gaps = [np.diff(one.arrivals_s) for one in good]
+    values = {
+        "ttft": [one.ttft_s for one in good],
+        "tpot": [one.tpot_s for one in good if one.tpot_s is not None],
+        "itl": np.concatenate(gaps) if gaps else [],
+        "e2e": [one.e2e_s for one in good],
+    }
+    return {name: np.asarray(value, dtype=float) * 1e3 for name, value in values.items()}
+
+
+def summarize(run: Run, slo_ttft_ms: float | None = None, slo_tpot_ms: float | None = None) -> dict[str, Any]:
+    """Figures of one load; latencies in milliseconds, None where nothing was measured.
+
+    Percentiles interpolate linearly. seconds: from the first request sent to the last end, the drain included. Tokens are
+    those of complete answers. goodput: complete answers per second within both limits; a failed request meets none.
+    """
+    good = [one for one in run.outcomes if one.error is None]
+    tokens, chunks = sum(one.output_tokens for one in good), sum(len(one.arrivals_s) for one in good)
+    within = [
+        one for one in good
+        if (slo_ttft_ms is None or one.ttft_s * 1e3 <= slo_ttft_ms)
+        and (slo_tpot_ms is None or (one.tpot_s or 0.0) * 1e3 <= slo_tpot_ms)
+    ]  # fmt: skip
+    figures: dict[str, Any] = {
+        "requests": len(run.outcomes),
+        "failed": len(run.outcomes) - len(good),
+        "errors": dict(Counter(one.error for one in run.outcomes if one.error is not None)),
+        "short_answers": sum(one.output_tokens < one.wanted_tokens for one in good),
+        "in_tok": sum(one.input_tokens for one in good),
+        "out_tok": tokens,
+        "cached_tok": sum(one.cached_tokens for one in good),
+        "wall_s": round(run.seconds, 3),
+        "requests_s": round(len(good) / run.seconds, 3),
+        "out_tok_s": round(tokens / run.seconds, 1),
+        "tokens_per_chunk": round(tokens / chunks, 3) if chunks else None,
+        "unit": "ms",
+    }
+    for name, values in samples(run.outcomes).items():
+        figures[f"{name}_mean"] = round(float(values.mean()), 3) if len(values) else None
+        for label, q in QUANTILES.items():
+            figures[f"{name}_{label}"] = round(float(np.percentile(values, q)), 3) if len(values) else None
+    if slo_ttft_ms is not None or slo_tpot_ms is not None:
+        figures |= {"slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms}
+        figures["slo_share"] = round(len(within) / len(run.outcomes), 4)
+        figures["goodput_requests_s"] = round(len(within) / run.seconds, 3)
+    for name, values in (("lag", run.loop_lag_s or [0.0]), ("late", [one.late_s for one in run.outcomes])):
+        figures[f"client_{name}_ms_p99"] = round(float(np.percentile(values, 99)) * 1e3, 2)
+    return figures | {"client_cpu": round(run.client_cpu, 3)}
+
+
+def table(load: Load, figures: dict[str, Any]) -> str:
+    """One load for people."""
+    show = lambda value: "-" if value is None else f"{value:.1f}"  # noqa: E731
+    lines = [
+        f"{load}: {figures['requests']} requests, {figures['failed']} failed, {figures['wall_s']:.1f} s; "
+        f"{figures['in_tok']} tokens in, {figures['out_tok']} out",
+        f"  output {figures['out_tok_s']:.1f} tokens/s, {figures['requests_s']:.2f} requests/s",
+        f"  {'ms':<6}{'mean':>10}{'P50':>10}{'P90':>10}{'P99':>10}",
+    ]
+    for name in METRICS:
+        cells = (show(figures[f"{name}_{label}"]) for label in ("mean", *QUANTILES))
+        lines.append(f"  {name.upper():<6}" + "".join(f"{cell:>10}" for cell in cells))
+    if "goodput_requests_s" in figures:
+        limits = [f"{n.upper()} <= {v:g} ms" for n in ("ttft", "tpot") if (v := figures[f"slo_{n}_ms"]) is not None]
+        share = f"{figures['slo_share']:.1%} of all had {' and '.join(limits)}"
+        lines.append(f"  goodput {figures['goodput_requests_s']:.2f} requests/s: {share}")
+    if (figures["tokens_per_chunk"] or 1.0) > 1.02:
+        lines.append(f"  a chunk held {figures['tokens_per_chunk']} tokens: ITL is between chunks, TPOT counts tokens")
+    if figures["short_answers"]:
+        lines.append(f"  {figures['short_answers']} answers were shorter than asked for")
+    kinds = Counter(figures["errors"]).most_common()
+    lines += [f"  FAILED {count}: {error}" for error, count in kinds[:5]]
+    if kinds[5:]:
+        lines.append(f"  FAILED {sum(count for _, count in kinds[5:])} for {len(kinds) - 5} further reasons")
+    busy = figures["client_cpu"] > 0.7 or figures["client_lag_ms_p99"] > 5.0
+    note = ": it may be what limits; run it elsewhere or send less" if busy else ""
+    lag = f"event loop late by {figures['client_lag_ms_p99']} ms, requests by {figures['client_late_ms_p99']} ms (P99)"
+    lines.append(f"  client: {figures['client_cpu']:.0%} of a core, {lag}{note}")
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[tuple[Load, dict[str, Any], dict[str, np.ndarray]]], title: str) -> str:
+    """An SVG: distributions of the latencies of one load, or throughput and latencies over several."""
+    if len(results) == 1:
+        charts = []
+        for name in METRICS:
+            values = np.sort(results[0][2][name])
+            thin = values[:: max(1, len(values) // 400)]
+            share = [(float(v), (i + 1) / max(len(thin), 1)) for i, v in enumerate(thin)]
+            charts.append(Chart(name.upper(), "ms", "share of requests" if name != "itl" else "share of gaps", {"": share}))
+        return chart_svg(charts, f"{title}, {results[0][0]}")
+    label = "concurrency" if results[0][0].concurrency else "requests/s offered"
+    at = [load.concurrency or load.rate or 0.0 for load, _, _ in results]
+    pick = lambda key: [(x, f[key]) for x, (_, f, _) in zip(at, results) if f.get(key) is not None]  # noqa: E731
+    charts = [Chart("Output", label, "tokens/s", {"": pick("out_tok_s")}, marks=True)]
+    for name in METRICS[:3]:
+        charts.append(Chart(name.upper(), label, "ms", {q.upper(): pick(f"{name}_{q}") for q in QUANTILES}, marks=True))
+    return chart_svg(charts, title)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. url: a running server; else `model` (a checkpoint, or with dummy a shape) is served for the run.
+    concurrency, rate: comma-separated; neither, with a trace: its own times, divided by `speed`. scheme, kv: of the server
+    started here, else labels. vocabulary: ids that prompts are drawn from. warmup: requests before the figures (None: as many
+    as run at once). results: gets a JSON line per load. plot: an SVG. Raises ValueError for a wish that cannot be met.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    model_name: str | None = None
+    api_key: str | None = None
+    requests: int = 1000
+    concurrency: str | None = None
+    rate: str | None = None
+    burstiness: float = 1.0
+    trace: Path | None = None
+    speed: float = 1.0
+    lengths: Path | None = None
+    columns: str | None = None
+    shortest: int = 4
+    longest: int = 1024
+    input_mean: float = 248
+    output_mean: float = 240
+    text: bool = False
+    vocabulary: int | None = None
+    ignore_eos: bool = True
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    warmup: int | None = None
+    timeout: float = 600.0
+    seed: int = 0
+    dummy: bool = False
+    scheme: str | None = None
+    kv: str | None = None
+    device: str = "auto"
+    results: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        for wrong, reason in (
+            ((self.url is None) == (self.model is None), "wants a running server's --url, or a model to serve: one of the two"),
+            (self.url is not None and not self.url.startswith(("http://", "https://")), f"--url {self.url}: wants http://HOST:PORT"),
+            (self.dummy and self.model is None, "--dummy goes with the name of a shape"),
+            (self.requests < 1 or self.burstiness <= 0 or self.speed <= 0, "wants a request, a burstiness and a speed above 0"),
+            (None not in (self.concurrency, self.rate), "--concurrency is a closed loop, --rate an open one: give one of them"),
+        ):
+            if wrong:
+                raise ValueError(reason)
+
+    def loads(self) -> list[Load]:
+        try:
+            if self.rate is not None:
+                loads = [Load(rate=float(part)) for part in self.rate.split(",")]
+            elif self.concurrency is None and self.trace is not None:
+                return [Load()]
+            else:
+                loads = [Load(concurrency=int(part)) for part in (self.concurrency or "128").split(",")]
+        except ValueError:
+            raise ValueError(f"{self.concurrency or self.rate!r}: wants a number, or several with commas between") from None
+        if any((load.concurrency or load.rate or 0) <= 0 for load in loads):
+            raise ValueError(f"{self.concurrency or self.rate!r}: wants numbers above 0")
+        return loads
+
+    def sizes(self, report: Callable[[str], object]) -> list[Size]:
+        path, count, limits = self.trace or self.lengths, self.requests, (self.shortest, self.longest)
+        if path is None:
+            return [Size(*pair) for pair in zip(lengths(count, self.input_mean, 1.0, self.seed, *limits),
+                                                lengths(count, self.output_mean, 0.7, self.seed + 1, *limits))]  # fmt: skip
+        sizes, left_out = read_sizes(path, self.columns, *limits)
+        if left_out:
+            allowed = f"{self.shortest} to {self.longest} tokens each way"
+            report(f"{path}: {left_out} of {left_out + len(sizes)} rows left out: not {allowed}")
+        if self.trace is None:
+            rng = random.Random(self.seed)
+            return rng.sample(sizes, count) if count <= len(sizes) else rng.choices(sizes, k=count)
+        if self.rate is None and self.concurrency is None and sizes[0].due_s is None:
+            raise ValueError(f"{path} has no column of times: name one with --columns, or give a --rate or --concurrency")
+        return sizes[:count]
+
+    def ids(self) -> int:
+        """How many ids prompts are drawn from: the model's own where it is at hand, else what common models have at least."""
+        config = Path(self.model) / "config.json" if self.model and not self.dummy else None
+        known = json.loads(config.read_text()).get("vocab_size") if config is not None and config.is_file() else None
+        return self.vocabulary or known or 32000
+
+
+def run(report: Callable[[str], object] = print, **options: Any) -> list[dict[str, Any]]:
+    """Measure a server under each load and return one record per load. options: of `Options`, which says what is wrong."""
+    wish = Options(**options)
+    loads, sizes = wish.loads(), wish.sizes(report)
+    if wish.url is not None:
+        return asyncio.run(_measure(wish, wish.url, loads, sizes, report))
+    from nybble.bench.spawn import own_server
+
+    most = max((load.concurrency or 0 for load in loads), default=0)
+    engine = {"kv": wish.kv or "auto", "device": wish.device} | ({"max_batch": most} if most else {})
+    with own_server(str(wish.model), wish.dummy, wish.scheme or "w4a8", engine, report) as address:
+        return asyncio.run(_measure(wish, address, loads, sizes, report))
+
+
+async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size],
+                   report: Callable[[str], object]) -> list[dict[str, Any]]:
+    target = Target(url, wish.model_name or "", wish.api_key or os.environ.get("OPENAI_API_KEY"))
+    about = await target.described() if not target.model else {"id": target.model}
+    target = replace(target, model=about["id"])
+    context = about.get("max_model_len") or sys.maxsize
+    if too_long := sum(size.input_tokens + size.output_tokens > context for size in sizes):
+        report(f"{too_long} of {len(sizes)} requests want more than the server's context of {context}: --longest limits them")
+    most = max(load.concurrency or 16 for load in loads)
+    first = sizes[: most if wish.warmup is None else wish.warmup]
+    if first:
+        first = [size._replace(output_tokens=min(size.output_tokens, 16)) for size in first]
+        warm = await drive(target, prepare(first, target, wish, "warm-up"), first, Load(most), None, wish.timeout)
+        failed = [one.error for one in warm.outcomes if one.error is not None]
+        if len(failed) == len(first):
+            raise ValueError(f"{url}: every warm-up request failed: {failed[0]}")
+        report(f"warm-up: {len(first)} requests, {len(failed)} failed, {warm.seconds:.1f} s (not in the figures)")
+    records, kept = [], []
+    for load in loads:
+        wire, due = prepare(sizes, target, wish, str(load)), None
+        if load.rate is not None:
+            due = arrivals(len(sizes), load.rate, wish.burstiness, random.Random(f"{wish.seed} {load} arrivals"))
+        elif load.concurrency is None:
+            due = [(size.due_s or 0.0) / wish.speed for size in sizes]
+        before = await target.decode_counters()
+        outcome = await drive(target, wire, sizes, load, due, wish.timeout)
+        steps, wall_s, busy_s = (after - start for start, after in zip(before, await target.decode_counters()))
+        figures, device = summarize(outcome, wish.slo_ttft_ms, wish.slo_tpot_ms), {}
+        report(table(load, figures))
+        if steps and wall_s:
+            device = {"decode_ms_step": round(wall_s / steps * 1e3, 3), "gpu_busy": round(busy_s / wall_s, 4)}
+            report(f"  server: {device['decode_ms_step']} ms a decode step; the device worked {device['gpu_busy']:.1%} of it")
+        record = {
+            "bench": "serving", "model": target.model, "scheme": about.get("scheme") or wish.scheme,
+            "kv": about.get("kv_cache") or wish.kv, "server": about.get("owned_by"), "concurrency": load.concurrency,
+            "rate": load.rate, "burstiness": wish.burstiness if load.rate else None, **figures, **device,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": re.sub(r"(--api-key[= ])\S+", r"\1KEY", shlex.join(["nybble", *sys.argv[1:]])),
+        }  # fmt: skip
+        records.append(record)
+        kept.append((load, figures, samples(outcome.outcomes)))
+        if wish.results is not None:
+            wish.results.parent.mkdir(parents=True, exist_ok=True)
+            with wish.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+    if len(records) > 1:
+        report(_overview(loads, records))
+    if wish.plot is not None:
+        wish.plot.write_text(plot(kept, f"{target.model} served by {about.get('owned_by') or url}"), encoding="utf-8")
+        report(f"plot: {wish.plot}")
+    return records
+
+
+def _overview(loads: Sequence[Load], records: Sequence[dict[str, Any]]) -> str:
+    keys = ["out_tok_s", "requests_s", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p99", "failed"]
+    keys += [key for key in ("goodput_requests_s",) if key in records[0]]
+    width = max(map(len, map(str, loads)))
+    lines = [" " * width + "".join(f"{key.removesuffix('_requests_s') + (' ms' if '_p' in key else ''):>13}" for key in keys)]
+    for load, record in zip(loads, records):
+        cells = ("-" if record[key] is None else format(record[key], ".5g") for key in keys)
+        lines.append(f"{load!s:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
+    return "\n".join(lines)
