@@ -1,6 +1,8 @@
 """Evaluation: what quantization cost, measured through the kernels that serve."""
 
-from nybble.evals.compare import Comparison, Measured, compare, measure
-from nybble.evals.perplexity import Perplexity, evaluate_perplexity, perplexity
+from nybble.evals.evaluate import Delta, Evaluation, comparison, deltas, evaluate
+from nybble.evals.perplexity import Divergence, Perplexity, perplexity
+from nybble.evals.tasks import TASKS, TaskResult
 
-__all__ = ["Comparison", "Measured", "Perplexity", "compare", "evaluate_perplexity", "measure", "perplexity"]
+__all__ = ["TASKS", "Delta", "Divergence", "Evaluation", "Perplexity", "TaskResult", "comparison", "deltas", "evaluate",
+           "perplexity"]

@@ -7,7 +7,7 @@ from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
-from nybble.evals.compare import Comparison, measure
+from nybble.evals.evaluate import comparison, evaluate
 from nybble.quantize import Recipe, quantize_checkpoint
 
 Progress = Callable[[str, float], None]
@@ -36,8 +36,7 @@ def run_demo(model: Path | None, output: Path, device: str, progress: Progress |
         return None if progress is None else lambda what, done: progress(f"{name}: {what}", done)
 
     with as_file(files("nybble.evals") / "data" / "sample.txt") as text:
-        rows = tuple(
-            measure(path, text, name, window=WINDOW, device=device, progress=named(name))
-            for name, path in (("before", source), ("after", output))
-        )
-    return f"{report}\n\n{Comparison(rows)}\n"
+        tasks = [f"ppl:{text}"]
+        before = evaluate(source, tasks, window=WINDOW, device=device, progress=named("before"), keep=True)
+        after = evaluate(output, tasks, window=WINDOW, device=device, progress=named("after"), against=before)
+    return f"{report}\n\n{comparison(before, after)}\n"

@@ -2,6 +2,7 @@
 
 Protocol, the one that published tables mean: one token stream, non-overlapping windows, no BOS, the mean negative
 log-likelihood of positions 1 .. window - 1 of each window. What the text is (which rows, joined how) is the file's business.
+Read beside another model's trace, the same pass says how far the two models' predictions are apart.
 """
 
 from __future__ import annotations
@@ -9,17 +10,41 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from nybble.checkpoint import open_checkpoint
-from nybble.hardware import pick_device
-from nybble.models import Decoder, load_model, window_nll
-from nybble.text import load_tokenizer, read_text
+from nybble.evals.likelihood import Subject
+from nybble.models import Decoder
+from nybble.models.window import hidden_window
+from nybble.nn.embed import Head
+from nybble.text import read_text
 
 Progress = Callable[[str, float], None]
+LOGIT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model made of a text: last hidden states [window, H] per window, on the CPU, and the head that makes logits of
+    them. Smaller than logits by the size of the vocabulary."""
+
+    hidden: tuple[Tensor, ...]
+    head: Head
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Predictions beside a reference's, over all tokens: KL(reference || model) in nats, and how often both rank the same
+    token first."""
+
+    kl_mean: float
+    kl_99: float
+    top1_agreement: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,8 @@ class Perplexity:
     window: int
     kv: str | None
     seconds: float
+    divergence: Divergence | None = None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
     def nll(self) -> float:
@@ -41,21 +68,8 @@ class Perplexity:
     def ppl(self) -> float:
         return math.exp(self.nll)
 
-    @property
-    def standard_error(self) -> float:
-        """Of `nll`, from the spread between windows; NaN for one window."""
-        count = len(self.window_nll)
-        if count < 2:
-            return math.nan
-        variance = sum((x - self.nll) ** 2 for x in self.window_nll) / (count - 1)
-        return math.sqrt(variance / count)
 
-    def __str__(self) -> str:
-        error = f" +- {self.ppl * self.standard_error:.2f}" if len(self.window_nll) > 1 else ""
-        return (f"perplexity {self.ppl:.4f}{error} ({self.nll:.4f} nats per token; {len(self.window_nll)} windows of "
-                f"{self.window} tokens, KV {self.kv or 'as the activations'}, {self.seconds:.1f} s)")
-
-
+@torch.inference_mode()
 def perplexity(
     model: Decoder,
     token_ids: Sequence[int],
@@ -64,11 +78,14 @@ def perplexity(
     max_windows: int | None = None,
     progress: Progress | None = None,
     kv_scales: Sequence[tuple[float, float] | None] | None = None,
+    against: Trace | None = None,
+    keep: bool = False,
 ) -> Perplexity:
     """Perplexity of a token stream. The rest that fills no window is left out; a stream shorter than one window is one.
 
-    kv: a key of `formats.spec.KV`, None for the activations' own dtype. kv_scales: per layer, for fp8 caches.
-    Raises ValueError when the stream has fewer than two tokens or a number makes no sense.
+    kv: a key of `formats.spec.KV`, None for the activations' own dtype. kv_scales: per layer, for fp8 caches. against: another
+    model's trace of the same windows. keep: return the trace of this one.
+    Raises ValueError when the stream has fewer than two tokens, a number makes no sense, or the trace is of other windows.
     """
     if window < 2 or (max_windows is not None and max_windows < 1):
         raise ValueError(f"window = {window}, max_windows = {max_windows}: wants windows of 2 tokens and more, at least one")
@@ -77,36 +94,44 @@ def perplexity(
     window = min(window, len(token_ids), model.config.max_position)
     count = len(token_ids) // window
     count = count if max_windows is None else min(count, max_windows)
-    started, means = time.perf_counter(), []
+    if against is not None and [h.shape[0] for h in against.hidden] != [window] * count:
+        raise ValueError(f"the other model's trace is not of {count} windows of {window} tokens: use the same text and window")
+    started, means, kept, apart, agree = time.perf_counter(), [], [], [], []
     for i in range(count):
         if progress is not None:
             progress("perplexity", i / count)
-        ids = torch.tensor(token_ids[i * window : (i + 1) * window])[None]
-        means.append(float(window_nll(model, ids, kv, kv_scales).double().mean()))
+        ids = torch.tensor(token_ids[i * window : (i + 1) * window])
+        hidden = hidden_window(model, ids[None], kv, kv_scales)[0]
+        other = None if against is None else against.hidden[i].to(hidden.device)
+        nll = []
+        for start in range(0, window - 1, LOGIT_ROWS):
+            rows = slice(start, min(start + LOGIT_ROWS, window - 1))
+            logits, wanted = model.logits(hidden[rows]), ids[1:][rows].to(hidden.device)
+            nll.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
+            if against is not None and other is not None:
+                theirs = against.head(other[rows])
+                if theirs.shape != logits.shape:
+                    raise ValueError(f"vocabularies of {theirs.shape[-1]} and {logits.shape[-1]} tokens do not compare")
+                agree.append((theirs.argmax(-1) == logits.argmax(-1)).cpu())
+                p, q = theirs.double().log_softmax(-1), logits.double().log_softmax(-1)
+                apart.append((p.exp() * (p - q)).sum(-1).clamp_min(0).cpu())
+        means.append(float(torch.cat(nll).double().mean()))
+        if keep:
+            kept.append(hidden.cpu())
     if progress is not None:
         progress("perplexity", 1.0)
-    return Perplexity(tuple(means), window, kv, time.perf_counter() - started)
+    divergence = None
+    if apart:
+        kl, same = torch.cat(apart).numpy(), torch.cat(agree)
+        divergence = Divergence(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.double().mean()), len(kl))
+    trace = Trace(tuple(kept), model.head) if keep else None
+    return Perplexity(tuple(means), window, kv, time.perf_counter() - started, divergence, trace)
 
 
-def evaluate_perplexity(
-    path: str | Path,
-    ppl: str | Path,
-    window: int = 2048,
-    max_windows: int | None = None,
-    kv: str = "auto",
-    device: str | torch.device | None = None,
-    progress: Progress | None = None,
+def subject_perplexity(
+    subject: Subject, text: str | Path, window: int = 2048, max_windows: int | None = None, progress: Progress | None = None,
+    against: Trace | None = None, keep: bool = False,
 ) -> Perplexity:
-    """Perplexity of a checkpoint (directory or .gguf) on the text file `ppl`. kv "auto": what the checkpoint asks for.
-
-    Raises ValueError or FileNotFoundError for bad input.
-    """
-    text = read_text(ppl)
-    checkpoint = open_checkpoint(path)
-    name = checkpoint.kv if kv == "auto" else kv
-    scales = None
-    if name is not None and name.startswith("fp8"):
-        scales = [checkpoint.kv_scales(layer) for layer in range(checkpoint.config["num_hidden_layers"])]
-    model = load_model(checkpoint, pick_device(device) if not isinstance(device, torch.device) else device, progress=progress)
-    token_ids = load_tokenizer(path).encode(text, add_special=False)
-    return perplexity(model, token_ids, window, name, max_windows, progress, scales)
+    """`perplexity` of a loaded model on a text file."""
+    token_ids = subject.encode(read_text(text))
+    return perplexity(subject.model, token_ids, window, subject.kv, max_windows, progress, subject.kv_scales, against, keep)

@@ -1,0 +1,199 @@
+"""`nybble eval`: a model over texts and tasks, alone or beside another, with intervals for the differences.
+
+Its one idea: both models see the same items, so what is judged is the mean of per-item differences, never the difference of
+two means with errors of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nybble.evals.likelihood import open_subject
+from nybble.evals.perplexity import Divergence, Trace, subject_perplexity
+from nybble.evals.tasks import TASKS, TaskResult, answer_task, read_task, score_task
+from nybble.hardware import pick_device
+from nybble.text import read_text
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """results: in the order asked for. divergences, traces: by name of the text ("ppl:wiki.txt")."""
+
+    model: str
+    scheme: str
+    kv: str
+    device: str
+    results: tuple[TaskResult, ...]
+    divergences: dict[str, Divergence]
+    traces: dict[str, Trace] = field(default_factory=dict, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: every task's metrics, and the scores of each item."""
+        named = lambda m: "perplexity" if m == "nll" else m  # noqa: E731
+        finite = lambda x: x if math.isfinite(x) else None  # noqa: E731
+        tasks = [
+            {"task": r.task, "items": len(r.scores[r.headline]), "headline": named(r.headline), "seconds": r.seconds,
+             "metrics": {named(m): r.value(m) for m in r.scores}, "scores": r.scores,
+             "standard_errors": {m: finite(r.standard_error(m)) for m in r.scores}}
+            for r in self.results
+        ]
+        return {"model": self.model, "scheme": self.scheme, "kv": self.kv, "device": self.device, "tasks": tasks,
+                "divergences": {name: asdict(found) for name, found in self.divergences.items()}}
+
+    def __str__(self) -> str:
+        lines = [("task", "metric", "value", "+-", "items")]
+        for r in self.results:
+            for m in r.scores:
+                error = r.standard_error(m) * (r.value(m) if m == "nll" else 1)
+                spread = "" if math.isnan(error) else shown(m, error)[1]
+                lines.append((r.task, *shown(m, r.value(m)), spread, str(len(r.scores[m]))))
+        return f"{self.model}: {self.scheme}, KV {self.kv}, {self.device}; +- is one standard error\n{table(lines)}"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One metric of two models. change: of the mean (nats per token for "nll"), with its 95 % interval. p: of a two-sided
+    test that nothing changed (exact McNemar), for 0/1 metrics."""
+
+    task: str
+    metric: str
+    before: float
+    after: float
+    change: float
+    low: float
+    high: float
+    p: float | None
+    items: int
+
+
+def evaluate(
+    path: str | Path, tasks: Sequence[str], data: str | Path = ".", kv: str = "auto", window: int = 2048,
+    max_windows: int | None = None, limit: int | None = None, shots: int = 5, device: str = "auto",
+    progress: Progress | None = None, against: Evaluation | None = None, keep: bool = False,
+    activations: str | None = None,
+) -> Evaluation:
+    """tasks: "ppl:FILE", or a name in `tasks.TASKS`, perhaps with ":PATH". limit: items per file. shots: solved examples for
+    mmlu, ceval and gsm8k. against: an evaluation with `keep`, for the divergence on texts.
+
+    Raises ValueError or FileNotFoundError before a model is loaded.
+    """
+    asked = [(name, rest) for name, _, rest in (task.strip().partition(":") for task in dict.fromkeys(tasks))]
+    if not asked or ("ppl", "") in asked:
+        raise ValueError(f"tasks = {list(tasks)}: wants one or more of ppl:FILE, {', '.join(TASKS)}")
+    items = {}
+    for name, rest in asked:
+        if name == "ppl":
+            read_text(rest)
+        else:
+            items[name, rest] = read_task(name, rest, Path(data), shots, limit)
+    subject = open_subject(path, kv, device, progress, activations)
+    scheme, kv_name, kind = subject.checkpoint.scheme_name, subject.kv_name, subject.model.device.type
+    results: dict[tuple[str, str], TaskResult] = {}
+    divergences, traces = {}, {}
+    for name, rest in asked:
+        if name == "ppl":
+            label = f"ppl:{Path(rest).name}"
+            other = against.traces.get(label) if against is not None else None
+            found = subject_perplexity(subject, rest, window, max_windows, progress, other, keep)
+            results[name, rest] = TaskResult(label, "nll", {"nll": found.window_nll}, found.seconds)
+            divergences |= {label: found.divergence} if found.divergence is not None else {}
+            traces |= {label: found.trace} if found.trace is not None else {}
+        elif TASKS[name].kind != "answer":
+            results[name, rest] = score_task(name, items[name, rest], subject, progress)
+    del subject
+    free_device_memory()
+    for name, rest in asked:  # these load an engine
+        if (name, rest) not in results:
+            place = str(pick_device(device))
+            results[name, rest] = answer_task(name, items[name, rest], Path(path), kv_name, place, activations, progress)
+    return Evaluation(Path(path).name, scheme, kv_name, kind, tuple(results[pair] for pair in asked), divergences, traces)
+
+
+def deltas(before: Evaluation, after: Evaluation) -> list[Delta]:
+    """Paired, metric by metric. Raises ValueError when the two were not given the same items."""
+    found = []
+    for a, b in zip(before.results, after.results, strict=True):
+        for m in a.scores:
+            x, y = a.scores[m], b.scores[m]
+            if a.task != b.task or len(x) != len(y):
+                raise ValueError(f"{a.task} with {len(x)} items and {b.task} with {len(y)} do not pair up")
+            interval = paired_mean(x, y) if m == "nll" else paired_share(x, y)
+            found.append(Delta(a.task, m, a.value(m), b.value(m), *interval, None if m == "nll" else mcnemar(x, y), len(x)))
+    return found
+
+
+def comparison(before: Evaluation, after: Evaluation) -> str:
+    """Both, side by side, as text."""
+    lines = [("task", "metric", before.model, after.model, "change", "95 % interval", "p", "items")]
+    for d in deltas(before, after):
+        scale, unit, digits = (1, "nats/token", 4) if d.metric == "nll" else (100, "points", 1)
+        part = lambda x, scale=scale, digits=digits: f"{scale * x:+.{digits}f}"  # noqa: E731
+        lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{part(d.change)} {unit}",
+                      f"{part(d.low)} to {part(d.high)}", "" if d.p is None else f"{d.p:.3f}", str(d.items)))
+    text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines)]
+    text += [f"{name}: KL({before.model} || {after.model}) {d.kl_mean:.5f} nats mean, {d.kl_99:.4f} at the 99th percentile; "
+             f"same token first in {d.top1_agreement:.2%} of {d.tokens:,}" for name, d in after.divergences.items()]
+    return "\n".join(text)
+
+
+def paired_mean(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of y - x and its 95 % t interval; infinite for one pair."""
+    diff = np.asarray(y, np.float64) - np.asarray(x, np.float64)
+    mean = float(diff.mean())
+    half = t_quantile(len(diff) - 1) * float(diff.std(ddof=1)) / math.sqrt(len(diff)) if len(diff) > 1 else math.inf
+    return mean, mean - half, mean + half
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t: with t = sqrt(v) tan(a), the density of a is proportional to cos(a)^(v - 1)."""
+    angle = np.linspace(0, math.pi / 2, 200_001)
+    weight = np.cos(angle) ** (freedom - 1)
+    share = np.concatenate(([0], np.cumsum((weight[1:] + weight[:-1]) / 2)))
+    return math.sqrt(freedom) * math.tan(float(np.interp(0.95, share / share[-1], angle)))
+
+
+def paired_share(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
+    """Change of the share of ones and its 95 % interval: Wald's with half an item added to each cell of the 2 x 2 table
+    (Agresti and Min 2005), which stays honest when few or no items change."""
+    gained, lost = changed(x, y)
+    m = len(x) + 2
+    middle = (gained - lost) / m
+    half = 1.959964 * math.sqrt(gained + lost + 1 - (gained - lost) ** 2 / m) / m
+    return (gained - lost) / len(x), middle - half, middle + half
+
+
+def mcnemar(x: Sequence[float], y: Sequence[float]) -> float:
+    """Exact two-sided p: items that changed are as likely to have become right as wrong."""
+    gained, lost = changed(x, y)
+    return min(1.0, 2 * sum(math.comb(gained + lost, k) for k in range(min(gained, lost) + 1)) / 2 ** (gained + lost))
+
+
+def changed(x: Sequence[float], y: Sequence[float]) -> tuple[int, int]:
+    return sum(b > a for a, b in zip(x, y)), sum(b < a for a, b in zip(x, y))
+
+
+def shown(metric: str, value: float) -> tuple[str, str]:
+    """(name, value) as people read them."""
+    return ("perplexity", f"{value:.3f}") if metric == "nll" else (metric, f"{value:.1%}")
+
+
+def table(lines: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def free_device_memory() -> None:
+    """Give back what a dropped model held, before the next is loaded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,286 @@
+"""Tasks from local files: read the rows, make prompts, score answers. Conventions (prompts, which length normalises, the strict
+answer pattern) are those of EleutherAI's lm-evaluation-harness, so that figures can be laid beside published ones.
+
+Nothing is downloaded. Its one idea: multiple choice is a list of (context, continuation) pairs, whatever the task was called.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nybble.evals.likelihood import Subject, likelihoods
+from nybble.text import read_text
+
+Progress = Callable[[str, float], None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """pairs: (context, continuation), one per choice; gold: which is right."""
+
+    pairs: tuple[tuple[str, str], ...]
+    gold: int = 0
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """scores: metric -> one number per item; items (windows of a text) of two models pair up. "nll" is in nats and shown as a
+    perplexity, all others are 0 or 1. headline: the metric that the task is usually quoted by."""
+
+    task: str
+    headline: str
+    scores: dict[str, tuple[float, ...]]
+    seconds: float
+
+    def value(self, metric: str) -> float:
+        mean = sum(self.scores[metric]) / len(self.scores[metric])
+        return math.exp(mean) if metric == "nll" else mean
+
+    def standard_error(self, metric: str) -> float:
+        """Of the mean (of nats per token, for "nll"); NaN for a single item."""
+        values, n = self.scores[metric], len(self.scores[metric])
+        return math.sqrt(sum((x - sum(values) / n) ** 2 for x in values) / (n - 1) / n) if n > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Task:
+    """files: patterns under the data directory. wants: where they come from, their columns. make: a row -> an item, or read:
+    (file, shots) -> items. kind: "choice", "word" (a continuation that greedy decoding should give) or "answer" (generated)."""
+
+    files: tuple[str, ...]
+    headline: str
+    wants: str
+    make: Callable[[Row], Item] | None = None
+    read: Callable[[Path, int], list[Item]] | None = None
+    kind: str = "choice"
+
+
+def rows_of(path: Path) -> list[Row]:
+    """JSON lines. Raises ValueError naming the line that is not."""
+    rows = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}; wants one JSON object a line") from None
+    return rows
+
+
+def _choices(context: str, choices: Sequence[str], gold: int) -> Item:
+    return Item(tuple((context, f" {choice}") for choice in choices), gold)
+
+
+def _plain(row: Row, form: str = "{}") -> Item:
+    """Of the shapes in use: query/choices/gold, PIQA's own, ARC's own."""
+    if "sol1" in row:
+        return _choices(form.format(row["goal"]), [row["sol1"], row["sol2"]], int(row["label"]))
+    if "answerKey" in row:
+        texts, labels = row["choices"]["text"], row["choices"]["label"]
+        return _choices(form.format(row.get("question") or row["question_stem"]), texts, labels.index(row["answerKey"]))
+    return _choices(form.format(row["query"].removeprefix("Question:").strip()), row["choices"], row["gold"])
+
+
+def _question(row: Row) -> Item:
+    return _plain(row, "Question: {}\nAnswer:")
+
+
+def _hellaswag(row: Row) -> Item:
+    if "endings" not in row:
+        return _plain(row)
+    tidy = lambda text: re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")  # noqa: E731
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return _choices(tidy(context), [tidy(ending) for ending in row["endings"]], int(row["label"]))
+
+
+def _either(row: Row) -> Item:
+    """Winograd schemas: the context varies, what follows is scored (partial evaluation, arXiv 1806.02847)."""
+    if "sentence" in row:
+        before, after = row["sentence"].split("_")
+        return Item(tuple((before + row[o], f" {after.strip()}") for o in ("option1", "option2")), int(row["answer"]) - 1)
+    return Item(tuple((option, f" {row['continuation']}") for option in row["context_options"]), row["gold"])
+
+
+def _labelled(form: str, choices: Sequence[str], labels: Sequence[str]) -> Callable[[Row], Item]:
+    """SuperGLUE: a prompt made of the row's columns, and a label in words."""
+    return lambda row: _choices(form.format(**row), choices, labels.index(str(row.get("label", row.get("answer"))).lower()))
+
+
+def _lambada(row: Row) -> Item:
+    context, word = row["text"].rsplit(" ", 1) if "text" in row else (row["context"], row["continuation"])
+    return Item(((context, f" {word}"),))
+
+
+def _exam_rows(path: Path) -> list[tuple[str, list[str], int]]:
+    """(question, four choices, gold) of a file of MMLU or C-Eval."""
+    lines = list(csv.reader(io.StringIO(read_text(path))))
+    head = lines.pop(0) if lines and "question" in lines[0] else ["question", *"ABCD", "answer"]  # the original MMLU has none
+    rows, names = [dict(zip(head, line)) for line in lines], [name for name in head if name in "ABCD" or name[:6] == "choice"]
+    gold = lambda answer: "ABCD".index(answer) if answer in "ABCD" else int(answer)  # noqa: E731
+    return [(row["question"].strip(), [row[name] for name in names], gold(row["answer"])) for row in rows]
+
+
+def _exam(head: Callable[[str, Path], str], ask: str) -> Callable[[Path, int], list[Item]]:
+    """One subject: a sentence about it, `shots` solved questions from its development set, the question."""
+
+    def prompt(question: str, choices: Sequence[str]) -> str:
+        return "\n".join((question, *(f"{letter}. {choice}" for letter, choice in zip("ABCD", choices)), ask))
+
+    def read(path: Path, shots: int) -> list[Item]:
+        subject = path.stem.rpartition("_")[0]
+        examples = _exam_rows(_examples(path.parent.parent / "dev" / f"{subject}_dev.csv", shots))[:shots] if shots else []
+        start = head(subject, path.parent.parent) + "".join(f"{prompt(q, c)} {'ABCD'[gold]}\n\n" for q, c, gold in examples)
+        return [_choices(start + prompt(question, choices), "ABCD", gold) for question, choices, gold in _exam_rows(path)]
+
+    return read
+
+
+def _mmlu_head(subject: str, root: Path) -> str:
+    return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+
+
+def _ceval_head(subject: str, root: Path) -> str:
+    names = json.loads(read_text(root / "mapping.json")) if (root / "mapping.json").is_file() else {}
+    return f"以下是中国关于{names.get(subject, {}).get('name', subject)}的单项选择题，请选出其中的正确答案。\n\n"
+
+
+def _gsm8k(path: Path, shots: int) -> list[Item]:
+    ask = lambda row: f"Question: {row['question']}\nAnswer:"  # noqa: E731
+    examples = rows_of(_examples(path.with_name("train.jsonl"), shots))[:shots] if shots else []
+    start = "".join(f"{ask(row)} {row['answer']}\n\n" for row in examples)
+    return [Item(((start + ask(row), row["answer"].split("####")[1]),)) for row in rows_of(path)]
+
+
+def _examples(path: Path, shots: int) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {shots} examples are taken from it; use --shots 0 to go without")
+    return path
+
+
+CHOICE = "query, choices (a list), gold (an index)"
+SCHEMA = "context_options, continuation, gold"
+SAME = "\nQuestion: Is the word '{word}' used in the same way in the two sentences above?\nAnswer:"
+NO_YES = (("no", "yes"), ("false", "true"))
+LOCAL = "llm-foundry's scripts/eval/local_data"
+ARC = f"allenai/ai2_arc or {LOCAL}: {CHOICE}, or question, choices, answerKey"
+TASKS: dict[str, Task] = {
+    "arc_easy": Task(("arc_easy.jsonl",), "acc", ARC, _question),
+    "arc_challenge": Task(("arc_challenge.jsonl",), "acc_norm", ARC, _question),
+    "piqa": Task(("piqa.jsonl",), "acc", f"PIQA validation or {LOCAL}: {CHOICE}, or goal, sol1, sol2, label", _question),
+    "hellaswag": Task(("hellaswag_val.jsonl", "hellaswag.jsonl"), "acc_norm",
+                      "rowanz/hellaswag, hellaswag_val.jsonl: activity_label, ctx_a, ctx_b, endings, label", _hellaswag),
+    "openbook_qa": Task(("openbook_qa.jsonl",), "acc_norm", f"{LOCAL}: {CHOICE}", _plain),
+    "copa": Task(("copa.jsonl",), "acc", f"{LOCAL}: {CHOICE}", _plain),
+    "agi_eval_sat_en": Task(("agi_eval_sat_en.jsonl",), "acc", f"{LOCAL}: {CHOICE}", _plain),
+    "agi_eval_lsat_rc": Task(("agi_eval_lsat_rc.jsonl",), "acc", f"{LOCAL}: {CHOICE}", _plain),
+    "winogrande": Task(("winogrande.jsonl",), "acc",
+                       f"WinoGrande XL validation or {LOCAL}: {SCHEMA}, or sentence, option1, option2, answer", _either),
+    "winograd_wsc": Task(("winograd_wsc.jsonl",), "acc", f"{LOCAL}: {SCHEMA}", _either),
+    "boolq": Task(("BoolQ/val.jsonl", "boolq.jsonl"), "acc", "SuperGLUE's BoolQ/val.jsonl: passage, question, label",
+                  _labelled("{passage}\nQuestion: {question}?\nAnswer:", *NO_YES)),
+    "wic": Task(("WiC/val.jsonl",), "acc", "SuperGLUE's WiC/val.jsonl: sentence1, sentence2, start1, end1, label",
+                lambda row: _labelled("Sentence 1: {sentence1}\nSentence 2: {sentence2}" + SAME, *NO_YES)(
+                    row | {"word": row["sentence1"][row["start1"] : row["end1"]]})),
+    "rte": Task(("RTE/val.jsonl",), "acc", "SuperGLUE's RTE/val.jsonl: premise, hypothesis, label",
+                _labelled("{premise}\nQuestion: {hypothesis} True or False?\nAnswer:", ("True", "False"),
+                          ("entailment", "not_entailment"))),
+    "cb": Task(("CB/val.jsonl",), "acc", "SuperGLUE's CB/val.jsonl: premise, hypothesis, label",
+               _labelled("{premise}\nQuestion: {hypothesis}. True, False, or Neither?\nAnswer:", ("True", "False", "Neither"),
+                         ("entailment", "contradiction", "neutral"))),
+    "lambada": Task(("lambada_openai.jsonl", "lambada.jsonl"), "acc",
+                    f"EleutherAI/lambada_openai: text; or {LOCAL}: context, continuation", _lambada, kind="word"),
+    "mmlu": Task(("mmlu/test/*_test.csv", "test/*_test.csv"), "acc", read=_exam(_mmlu_head, "Answer:"),
+                 wants="hendrycks/test: directories test and dev with SUBJECT_test.csv, SUBJECT_dev.csv"),
+    "ceval": Task(("ceval/val/*_val.csv", "val/*_val.csv"), "acc", read=_exam(_ceval_head, "答案："),
+                  wants="hkust-nlp/ceval: directories val and dev with SUBJECT_val.csv, SUBJECT_dev.csv"),
+    "gsm8k": Task(("gsm8k/test.jsonl", "gsm8k.jsonl"), "strict", read=_gsm8k, kind="answer",
+                  wants="openai/grade-school-math: test.jsonl, and train.jsonl for examples: question, answer"),
+}
+
+
+def read_task(name: str, given: str | Path, data: Path, shots: int = 5, limit: int | None = None) -> list[Item]:
+    """given: a file, or a directory with the task's files; "" looks under `data`, at most one directory down. limit: items of
+    each file, the first ones.
+
+    Raises ValueError for an unknown task or a row without its columns, FileNotFoundError saying what to get.
+    """
+    if name not in TASKS:
+        raise ValueError(f"task {name!r} is not known; there are ppl:FILE, {', '.join(TASKS)}")
+    task, root = TASKS[name], Path(given or data)
+    tries = [sorted(root.glob(f"{below}{pattern}")) for pattern in task.files for below in ("", "*/")]
+    files = [root] if root.is_file() else next((found for found in tries if found), [])
+    if not files:
+        raise FileNotFoundError(f"task {name}: no {' or '.join(task.files)} in {root} or a directory in it. Wanted: "
+                                f"{task.wants}. Say where with --data DIR or {name}:PATH")
+    items: list[Item] = []
+    for path in files:
+        try:
+            assert task.read or task.make
+            items += (task.read(path, shots) if task.read else list(map(task.make, rows_of(path))))[:limit]  # type: ignore[arg-type]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {type(error).__name__} {error}. Wanted: {task.wants}") from error
+    if not items:
+        raise ValueError(f"task {name}: no items in {', '.join(map(str, files))}")
+    return items
+
+
+def score_task(name: str, items: Sequence[Item], subject: Subject, progress: Progress | None = None) -> TaskResult:
+    """Score a multiple-choice or last-word task by log-likelihood. acc_norm divides by the choice's characters."""
+    started, task = time.perf_counter(), TASKS[name]
+    found = likelihoods(subject, [subject.encode_pair(*pair) for item in items for pair in item.pairs], progress, name)
+    if task.kind == "word":
+        scores = {"acc": tuple(float(greedy) for _, greedy in found), "nll": tuple(-nats for nats, _ in found)}
+        return TaskResult(name, task.headline, scores, time.perf_counter() - started)
+    nats, plain, normed = iter(found), [], []
+    for item in items:
+        sums = [next(nats)[0] for _ in item.pairs]
+        per_letter = [n / max(len(choice[1:]), 1) for n, (_, choice) in zip(sums, item.pairs)]
+        plain.append(float(sums.index(max(sums)) == item.gold))
+        normed.append(float(per_letter.index(max(per_letter)) == item.gold))
+    scores = {"acc": tuple(plain)}
+    if task.make in (_question, _plain, _hellaswag):  # elsewhere choices are letters, yes and no, or the same
+        scores["acc_norm"] = tuple(normed)
+    return TaskResult(name, task.headline, scores, time.perf_counter() - started)
+
+
+def answer_task(name: str, items: Sequence[Item], path: Path, kv: str, device: str, activations: str | None = None,
+                progress: Progress | None = None) -> TaskResult:
+    """Generate greedily with the engine (up to 256 tokens, until the next question) and compare the number.
+
+    strict: the number after the first "####". flexible: the last number anywhere.
+    """
+    from nybble.engine.messages import SamplingParams
+    from nybble.llm import LLM
+
+    started, tokens = time.perf_counter(), 0
+
+    def seen(count: int) -> None:
+        nonlocal tokens
+        tokens += 1
+        if progress is not None and tokens % 64 == 0:
+            progress(name, min(tokens / (256 * len(items)), 1.0))
+
+    with LLM(path, kv=kv, device=device, activations=activations) as llm:
+        context = llm.info().max_context
+        params = SamplingParams(temperature=0.0, max_tokens=min(256, context // 2), stop=("Question:", "</s>", "<|im_end|>"))
+        prompts = [llm.tokenizer.encode(item.pairs[0][0])[-(context - params.max_tokens) :] for item in items]
+        texts = [response.text for response in llm.generate(prompts, params, on_token=seen)]
+    strict, flexible = zip(*(marks(text, item.pairs[0][1]) for text, item in zip(texts, items)))
+    return TaskResult(name, "strict", {"strict": strict, "flexible": flexible}, time.perf_counter() - started)
+
+
+def marks(text: str, answer: str) -> tuple[float, float]:
+    """(strict, flexible) of a generated text, as lm-eval's gsm8k marks it."""
+    plain = lambda number: re.sub(r"\.$", "", number.strip().replace(",", "").replace("$", ""))  # noqa: E731
+    strict, loose = re.search(r"#### (\-?[0-9\.\,]+)", text), re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    found = (strict[1] if strict else "", loose[-1] if loose else "")
+    return tuple(float(plain(number) == plain(answer)) for number in found)  # type: ignore[return-value]
