@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +16,20 @@ from torch import Tensor
 
 from nybble.checkpoint import open_checkpoint
 from nybble.formats.qtensor import dequantize
-from nybble.formats.spec import INT4, SCHEMES, Spec
+from nybble.formats.spec import FP8, INT4, INT8, SCHEMES, Num, Spec
 from nybble.models import forward_window, load_model, read_config
 from nybble.models.load import build
-from nybble.quantize import Recipe, quantize_checkpoint
+from nybble.quantize import Recipe, auto, quantize_checkpoint, run
+from nybble.quantize.auto import Candidate, allocate
 from nybble.quantize.calibrate import build_layer, calibration_step, take_windows
-from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, output_error, quantize_gptq, refit_scale
+from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, one_block, output_error, quantize_gptq, refit_scale
 from nybble.quantize.recipe import from_dict, from_toml, shipped_text
 from nybble.quantize.rotate import Rotated, can_rotate, hadamard
-from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn
+from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn, settle, snap
 from nybble.quantize.run import group_notes, linear_schemes, resolve_transform
 from nybble.quantize.smooth import ALL_SITES, search, smooth_layer
 
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 CHANNEL, GROUP = Spec(INT4, (1, None)), Spec(INT4, (1, 32))
 
 
@@ -88,7 +94,7 @@ def test_importance_moves_the_scale_towards_channels_that_matter():
     assert weighted.item() < mse_scale(w, CHANNEL, torch.float32, torch.tensor([1.0, 1e-3, 1e-3, 1e-3])).item()
 
 
-@pytest.mark.parametrize("spec", [Spec(INT4, (1, 32), zero=True), SCHEMES["w4a8_qqq_g128"].weight, Spec(INT4, (None, None))])
+@pytest.mark.parametrize("spec", [Spec(INT4, (1, 32), zero=True), Spec(INT4, (None, None))])
 def test_specs_that_are_not_written_are_refused(spec: Spec):
     with pytest.raises(ValueError, match="symmetric weights"):
         quantize_rtn(weight_of(4, 128), spec)
@@ -103,6 +109,71 @@ def test_bad_weights_are_refused():
         quantize_rtn(w, CHANNEL)
     with pytest.raises(ValueError, match=r"layer 7.*NaN"):
         quantize_gptq(w, torch.eye(48), CHANNEL, name="layer 7")
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float16, 0.045), (torch.bfloat16, 0.08)])
+def test_whole_scales_are_exact_in_the_stored_dtype_and_near(dtype: torch.dtype, off: float):
+    wanted = (torch.rand(200, 32, generator=torch.Generator().manual_seed(5)) * 0.03 + 0.01).to(dtype).float()
+    wanted[3], wanted[4, 5] = 0.0, 0.0
+    whole, unit = snap(wanted, dtype)
+    assert torch.equal(whole, whole.round())
+    assert whole.min() == 0
+    assert whole.max() == 16
+    product = whole.double() * unit.double()
+    assert torch.equal(product, product.to(dtype).double())
+    assert unit[3] == 0
+    assert whole[4, 5] == 0
+    assert (product / wanted - 1).nan_to_num(0.0).abs().mean() < off
+    again = settle(product.float(), SCHEMES["w4a8_qqq_g128"].weight, dtype)
+    assert torch.equal(again.double(), product)
+
+
+def test_gptq_in_fp8_rounds_to_numbers_fp8_holds_and_beats_rounding_to_nearest():
+    x, w = correlated(600, 96), weight_of(24, 96)
+    h, spec = moment_of(x), SCHEMES["fp8"].weight
+    found = quantize_gptq(w, h, spec, options=GptqOptions(sweeps=2))
+    assert found.codes.dtype == torch.float8_e4m3fn
+    assert output_error(w, found, h) < 0.8 * output_error(w, quantize_rtn(w, spec), h)
+
+
+def test_gptq_with_whole_scales_loses_little_against_free_ones():
+    x, w = correlated(600, 256), weight_of(24, 256)
+    h = moment_of(x)
+    free = quantize_gptq(w, h, Spec(INT4, (1, 128)), options=GptqOptions(sweeps=2))
+    whole = quantize_gptq(w, h, SCHEMES["w4a8_qqq_g128"].weight, options=GptqOptions(sweeps=2))
+    assert (whole.codes.int() * whole.scale.repeat_interleave(128, 1).int()).abs().max() <= 128
+    exact = whole.codes.double() * (whole.scale * whole.over).double().repeat_interleave(128, 1)
+    assert torch.equal(dequantize(whole, torch.float64), exact)
+    assert output_error(w, whole, h) < 1.15 * output_error(w, free, h)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="starts the interpreter")
+def test_the_gpu_loop_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("num", [INT4, INT8, FP8], ids=lambda n: n.name)
+@pytest.mark.parametrize("sweep", [False, True])
+def test_interpreted_block_is_the_torch_block(num: Num, sweep: bool):
+    from nybble.quantize.gptq_triton import one_block as compiled
+
+    random = torch.Generator().manual_seed(9)
+    k, n = 200, 37
+    matrix = (correlated(400, k).t() @ correlated(400, k) / 400 + torch.eye(k)).contiguous()
+    scale = torch.rand(k, n, generator=random) * 0.1 + 0.01
+    scale[3, 5] = 0.0
+    state = torch.randn(k, n, generator=random) * 0.3 * num.qmax / 7
+    codes = torch.randint(-7, 8, (k, n), generator=random).float()
+    for start, stop in ((0, 128), (128, 200)):
+        mine, theirs = codes.clone(), codes.clone()
+        told = one_block(state.clone(), mine, scale, matrix, start, stop, num, sweep)
+        same = compiled(state.clone(), theirs, scale, matrix, start, stop, num, sweep)
+        assert torch.equal(mine, theirs)
+        assert mine.abs().max() <= num.qmax + 1
+        torch.testing.assert_close(same, told, rtol=1e-4, atol=1e-5)
 
 
 # ---- GPTQ -----------------------------------------------------------------------------------------------------------
@@ -333,20 +404,29 @@ def test_smoothing_changes_no_output_and_helps_rounding(architecture: str):
     step, kv = calibration_step(config, tokens, device, torch.float32)
     hidden = source.get("model.embed_tokens.weight")[tokens[0]].clone()
     layer = build_layer(source, config, 1, device, torch.float32, 64)
-    changed = smooth_layer(layer, hidden, kv, step, config, Recipe(), ALL_SITES)
+    changed = smooth_layer(layer, hidden, kv, step, config, linear_schemes(config, Recipe()), ALL_SITES)
     assert {name.split(".", 3)[3] for name in changed} >= {"input_layernorm.weight", "self_attn.o_proj.weight"}
     smoothed = build_layer(source, config, 1, device, torch.float32, 64, changed)
     before, after = layer.run(hidden, kv, step), smoothed.run(hidden, kv, step)
     assert (before - after).abs().max() < 1e-4 * before.abs().max()
 
 
-def test_search_shrinks_the_outlier_and_nothing_else():
+def test_search_shrinks_the_outlier_and_halves_the_loss():
     x, w = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)), weight_of(32, 64)
     x[:, 9] *= 60
-    factors = search(x, w, Recipe())
-    assert factors[9] > 4
-    assert factors[torch.arange(64) != 9].max() < 0.5 * factors[9]
+    factors = search(x, w, SCHEMES["w4a8"])
+    assert factors.argmax() == 9
+    assert factors[9] > 3
     assert (factors >= 1).all()
+
+    def loss(f: np.ndarray) -> float:
+        xs, ws = x.double().numpy() / f, w.double().numpy() * f
+        steps, scales = np.abs(xs).max(1, keepdims=True) / 127, np.abs(ws).max(1, keepdims=True) / 7
+        rounded = (np.round(xs / steps) * steps) @ (np.round(ws / scales) * scales).T
+        wanted = x.double().numpy() @ w.double().numpy().T
+        return float((((rounded - wanted) ** 2).sum(1) / (wanted**2).sum(1)).mean())
+
+    assert loss(factors.double().numpy()) < 0.5 * loss(np.ones(64))
 
 
 # ---- a checkpoint, end to end ---------------------------------------------------------------------------------------
@@ -402,7 +482,8 @@ def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path
         assert "one scale per channel" in str(report)
     recorded = written.config["nybble"]["recipe"]
     assert from_dict(recorded).scheme == recipe.scheme
-    assert recorded["transform"] == recipe.transform.replace("auto", "none")
+    own = "rotate+smooth" if recipe.scheme == "w8a8" else "none"
+    assert recorded["transform"] == recipe.transform.replace("auto", own)
 
 
 def test_the_same_recipe_gives_the_same_bytes(checkpoint: Path, tmp_path: Path):
@@ -441,9 +522,155 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint: Path, tmp_p
     assert not out.exists()
 
 
+def test_bits_go_where_they_buy_most():
+    def option(place: str, name: str, bits: float, error: float) -> Candidate:
+        return Candidate(place, name, 100, 100 * bits, error)
+
+    measured = [option("0.o", "w4a8", 4, 0.5), option("0.o", "w4a8_g64", 4.25, 0.45), option("0.o", "w8a8", 8, 0.1),
+                option("0.down", "w4a8", 4, 3.0), option("0.down", "w4a8_g64", 4.25, 2.9), option("0.down", "w8a8", 8, 0.0),
+                option("1.o", "w4a8", 4, 0.2), option("1.o", "w4a8_g64", 4.25, 0.25), option("1.o", "w8a8", 8, 0.19)]
+    names = lambda bits: [c.scheme for c in allocate(measured, bits).values()]  # noqa: E731
+    assert names(4.0) == ["w4a8", "w4a8", "w4a8"]
+    assert names(4.1) == ["w4a8_g64", "w4a8", "w4a8"]  # the down projection's hull skips its groups
+    assert names(5.34) == ["w4a8", "w8a8", "w4a8"]
+    assert names(5.42) == ["w4a8_g64", "w8a8", "w4a8"]
+    assert names(9.0) == ["w8a8", "w8a8", "w8a8"]
+    with pytest.raises(ValueError, match=r"bits = 3: the cheapest schemes take 4\.000"):
+        allocate(measured, 3)
+
+
+def test_auto_measures_how_far_predictions_move(checkpoint: Path):
+    """Against the whole model, one site rounded by hand."""
+    source = open_checkpoint(checkpoint)
+    config = read_config(source.config)
+    recipe = Recipe(bits=5.0, transform="none", sweeps=0, drift=0.0, true_activations=False, group=0)
+    tokens = torch.arange(96).view(2, 48) * 7 % config.vocab_size
+    job = run._Run(source, source, config, recipe, tokens, torch.device("cpu"), None, lambda what, done: None)
+    stream = job.embed(tokens, 2048)
+    model = load_model(open_checkpoint(checkpoint), "cpu", editable=True)
+
+    def logits(hidden: Tensor) -> Tensor:
+        return model.logits(model.final(hidden, None, stream.steps()[0][0]))
+
+    measured = auto.measure((job.layer(i) for i in range(2)), stream, logits, recipe, torch.float16)
+    found = {(c.place, c.scheme): c for c in measured}
+    before = forward_window(model, tokens).double().log_softmax(-1)
+    part, seen = model.layers[0].part("down_proj"), []
+    with torch.no_grad():
+        step, kv = calibration_step(config, tokens, torch.device("cpu"), torch.float32)
+        model.layers[0].run(job.embed(tokens, 2048).hidden[0], kv, step,
+                            lambda name, x: seen.append(x) if "down" in name else None)
+    h = seen[0].double().t() @ seen[0].double() / 96
+    scheme = SCHEMES["w4a8"].weight
+    q = quantize_gptq(part.weight.float(), h, scheme, options=GptqOptions())
+    model.layers[0].replace("down_proj", dequantize(q), None)
+    after = forward_window(model, tokens).double().log_softmax(-1)
+    divergence = float((before.exp() * (before - after)).sum(-1).mean())
+    assert found["0.down", "w4a8"].error == pytest.approx(divergence, rel=0.2)  # fp32 sums of 4e-8
+    assert found["0.down", "w4a8"].error > found["0.down", "w4a8_g32"].error > 50 * found["0.down", "w8a8"].error > 0
+    assert found["0.down", "w4a8_g32"].bits == 96 * 48 * 4.5
+    assert [c.scheme for c in measured if c.place == "1.qkv"] == ["w4a8", "w8a8"]  # 48 inputs: no group of 32
+
+
+@pytest.mark.parametrize("transform", ["none", "rotate+smooth"])
+def test_auto_stays_within_its_bits_and_its_record_makes_the_same_bytes(checkpoint: Path, tmp_path: Path, transform: str):
+    recipe = Recipe(bits=5.0, samples=4, sequence_length=64, transform=transform)
+    report = quantize_checkpoint(checkpoint, tmp_path / "a", recipe, "int8", checkpoint / "text.txt", "cpu")
+    written = open_checkpoint(tmp_path / "a")
+    assert report.bits_per_weight <= 5.0
+    assert written.scheme_name == "mixed"
+    assert set(report.schemes.values()) >= {"w4a8", "w8a8"}
+    assert "chosen per layer at" in str(report)
+    recorded = from_dict(written.config["nybble"]["recipe"])
+    assert recorded.layers["1.down"] == report.schemes["model.layers.1.mlp.down_proj"]
+    assert recorded.measured["1.down"].startswith("w4a8 ")
+    assert from_toml(recorded.to_toml()) == recorded
+    quantize_checkpoint(checkpoint, tmp_path / "b", recorded, "int8", checkpoint / "text.txt", "cpu")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+    model, original = load_model(written, "cpu"), load_model(open_checkpoint(checkpoint), "cpu")
+    ids = torch.arange(48)[None] % original.config.vocab_size
+    before, after = forward_window(original, ids), forward_window(model, ids)
+    assert (after - before).square().mean() < 0.1 * before.square().mean()
+    with pytest.raises(ValueError, match="with a scheme of 4-bit weights"):
+        Recipe(scheme="w8a8", bits=8.0)
+
+
+@pytest.mark.parametrize("bits", [0.0, 5.0])
+def test_a_killed_run_goes_on_and_writes_the_same_bytes(checkpoint: Path, tmp_path: Path, bits: float,
+                                                        monkeypatch: pytest.MonkeyPatch):
+    recipe = Recipe(samples=3, sequence_length=64, transform="smooth", group=32, bits=bits)
+    arguments = (recipe, "int8", checkpoint / "text.txt", "cpu")
+    quantize_checkpoint(checkpoint, tmp_path / "whole", *arguments)
+    layers: list[int] = []
+    walk = run._Run.quantized
+
+    def dies(self: run._Run, index: int, *rest: object) -> object:
+        layers.append(index)
+        if layers == [0, 1]:
+            raise KeyboardInterrupt
+        return walk(self, index, *rest)
+
+    monkeypatch.setattr(run._Run, "quantized", dies)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(checkpoint, tmp_path / "killed", *arguments)
+    assert not (tmp_path / "killed").exists()
+    report = quantize_checkpoint(checkpoint, tmp_path / "killed", *arguments)
+    assert layers == [0, 1, 1]
+    assert "went on after layer 0" in str(report)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+    assert not (tmp_path / "killed.resume").exists()
+    layers.clear()
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(checkpoint, tmp_path / "killed", *arguments)
+    quantize_checkpoint(checkpoint, tmp_path / "killed", recipe.with_options(samples=2), *arguments[1:])
+    assert layers == [0, 1, 0, 1]  # another recipe starts over
+
+
+def test_chunks_change_nothing_but_the_order_of_sums(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe = Recipe(samples=5, sequence_length=64, transform="none", group=32)
+    one = quantize_checkpoint(checkpoint, tmp_path / "one", recipe, "int8", checkpoint / "text.txt", "cpu")
+    monkeypatch.setattr(run, "CHUNK", 128)  # 2 + 2 + 1 sequences
+    some = quantize_checkpoint(checkpoint, tmp_path / "some", recipe, "int8", checkpoint / "text.txt", "cpu")
+    assert some.errors == pytest.approx(one.errors, rel=0.05)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_not_finite_is_refused_naming_the_layer(checkpoint: Path, tmp_path: Path, scheme: str):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] = torch.inf
+    save_file(tensors, str(broken / "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj .*NaN or infinity"):
+        quantize_checkpoint(broken, tmp_path / "out", Recipe(scheme=scheme, samples=2, sequence_length=64, transform="none"),
+                            calibration=checkpoint / "text.txt", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_dead_channels_and_rows_stay_finite(checkpoint: Path, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    dead = tmp_path / "dead"
+    shutil.copytree(checkpoint, dead)
+    tensors = load_file(dead / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"][5:40] = 0  # inputs that are always 0: a whole group of 32
+    tensors["model.layers.0.mlp.down_proj.weight"][7] = 0  # an output that is
+    save_file(tensors, str(dead / "model.safetensors"), metadata={"format": "pt"})
+    for recipe in (Recipe(group=32, samples=2, sequence_length=64, transform=t) for t in ("none", "smooth", "rotate")):
+        report = quantize_checkpoint(dead, tmp_path / "out", recipe, calibration=checkpoint / "text.txt", device="cpu")
+        assert all(0 <= error < 0.1 for error in report.errors.values())
+        model = load_model(open_checkpoint(tmp_path / "out"), "cpu")
+        assert torch.isfinite(forward_window(model, torch.arange(16)[None] % model.config.vocab_size)).all()
+
+
 @pytest.mark.parametrize(
     ("hidden", "scheme", "expected"),
-    [(48, "w4a8", "rotate"), (52, "w4a8", "smooth"), (48, "w4a16", "none"), (48, "w8a8", "none")],
+    [(48, "w4a8", "rotate"), (52, "w4a8", "smooth"), (48, "w4a16", "none"), (48, "w8a8", "rotate+smooth"),
+     (52, "w8a8", "smooth"), (48, "fp8", "none")],
 )
 def test_auto_transform(hidden: int, scheme: str, expected: str):
     config = read_config(tiny("LlamaForCausalLM", True, hidden).config)

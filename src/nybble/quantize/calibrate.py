@@ -7,7 +7,8 @@ goes on with its quantized weight, so within and across layers everything is cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch import Tensor
 from nybble.formats.numerics import quantize_rows, to_float8
 from nybble.formats.qtensor import QTensor, cut, dequantize
 from nybble.formats.spec import FP8, INT8, Scheme, Spec
-from nybble.kernels.types import LayerKV, Step
+from nybble.kernels.types import LayerKV, Rows, Step
 from nybble.models.config import ModelConfig
 from nybble.models.decoder import Layer
 from nybble.models.load import Source, build
 from nybble.models.window import FLOAT_KV, scratch_kv, window_step
-from nybble.nn.linear import Part
-from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, output_error, quantize_gptq
+from nybble.nn.linear import Part, Projection
+from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, outer, output_error, quantize_gptq
 from nybble.quantize.recipe import Recipe
 from nybble.quantize.rtn import quantize_rtn
 
@@ -54,78 +55,125 @@ def as_seen(x: Tensor, act: Spec | None) -> Tensor:
     raise ValueError(f"cannot imitate activations of {act}")
 
 
+class Stats:
+    """What a linear's rounding has to know of its inputs: the second moment H of x as the linear sees it, and, when the float
+    model's inputs c come along, the mean of (c - x) x^T, its error's share to be made up for."""
+
+    def __init__(self, in_features: int, device: torch.device, act: Spec | None, drift: float) -> None:
+        self.moment, self.act, self.drift = SecondMoment(in_features, device), act, drift
+        self.cross = torch.zeros_like(self.moment.total) if drift else None
+
+    def add(self, x: Tensor, clean: Tensor | None) -> None:
+        """x, clean: float [M, K]."""
+        for start in range(0, x.shape[0], ROWS):
+            rows = x[start : start + ROWS].float()
+            seen = as_seen(rows, self.act)
+            self.moment.add(seen)
+            if self.cross is not None and clean is not None:
+                wanted = torch.lerp(rows, clean[start : start + ROWS].float(), self.drift)
+                self.cross += outer(wanted - seen, seen)
+
+
 def quantize_parts(
-    parts: Sequence[Part], x: Tensor | None, recipe: Recipe, scale_dtype: torch.dtype, clean: Tensor | None = None
+    parts: Sequence[Part], stats: Stats | None, scheme: Scheme, recipe: Recipe, scale_dtype: torch.dtype
 ) -> dict[str, Quantized]:
-    """Quantize linears that share an input. x: float [M, K] calibration inputs, None for methods that need none. clean: the
-    float model's inputs at the same place, of which the share `recipe.drift` takes the place of `x` in the outputs aimed at.
-    """
-    weight = torch.cat([_float(part.weight) for part in parts])
-    scheme = recipe.scheme_for(weight.shape[1])
+    """Quantize linears that share an input to `scheme`. stats: of that input, None for methods that need none."""
+    weight = torch.cat([dense(part.weight) for part in parts])
     assert scheme.weight is not None
-    if x is None:
-        found = quantize_rtn(weight, scheme.weight, scale_dtype, recipe.mse)
-        return {part.name: Quantized(q, scheme, None) for part, q in zip(parts, _split(found, parts))}
     name = parts[0].name if len(parts) == 1 else f"{parts[0].name} (and those beside it)"
-    act = scheme.act if recipe.true_activations else None
-    moment = SecondMoment(weight.shape[1], x.device)
-    cross = None if clean is None else torch.zeros_like(moment.total)
-    for start in range(0, x.shape[0], ROWS):
-        rows = x[start : start + ROWS].float()
-        seen = as_seen(rows, act)
-        moment.add(seen)
-        if clean is not None:
-            cross += (torch.lerp(rows, clean[start : start + ROWS].float(), recipe.drift) - seen).t() @ seen
-    h = moment.mean()
-    target = weight if cross is None else follow(weight, h, cross / moment.rows, recipe.damping, name)
-    if recipe.method == "rtn" or scheme.weight.num.kind != "int":
-        found = quantize_rtn(target, scheme.weight, scale_dtype, recipe.mse)
+    if stats is None:
+        found = quantize_rtn(weight, scheme.weight, scale_dtype, recipe.mse, name)
+        return {part.name: Quantized(q, scheme, None) for part, q in zip(parts, _split(found, parts))}
+    h = stats.moment.mean()
+    target = weight
+    if stats.cross is not None:
+        target = follow(weight, h, stats.cross / stats.moment.rows, recipe.damping, name)
+    if recipe.method == "rtn":
+        found = quantize_rtn(target, scheme.weight, scale_dtype, recipe.mse, name)
     else:
         options = GptqOptions(recipe.damping, recipe.act_order, recipe.mse, recipe.sweeps)
         found = quantize_gptq(target, h, scheme.weight, scale_dtype, options, name)
     return {
-        part.name: Quantized(q, scheme, output_error(_float(part.weight), q, h))
-        for part, q in zip(parts, _split(found, parts))
+        part.name: Quantized(q, scheme, output_error(dense(part.weight), q, h)) for part, q in zip(parts, _split(found, parts))
     }
 
 
+class Stream:
+    """The calibration tokens as they are between two layers: hidden [tokens, H] in chunks of whole sequences, so that a pass
+    needs the room of one chunk beyond what it keeps."""
+
+    def __init__(self, config: ModelConfig, tokens: Tensor, hidden: Sequence[Tensor]) -> None:
+        self.hidden = list(hidden)
+        self.device, dtype = self.hidden[0].device, self.hidden[0].dtype
+        self.length = tokens.shape[1]
+        per_chunk = self.hidden[0].shape[0] // self.length
+        self.full = calibration_step(config, tokens[:per_chunk], self.device, dtype)
+        rest = tokens.shape[0] % per_chunk
+        self.last = calibration_step(config, tokens[:rest], self.device, dtype) if rest else self.full
+
+    def beside(self, hidden: Sequence[Tensor]) -> Stream:
+        """The same tokens with other values."""
+        other = copy(self)
+        other.hidden = list(hidden)
+        return other
+
+    def steps(self) -> list[tuple[Step, LayerKV]]:
+        return [self.full] * (len(self.hidden) - 1) + [self.last]
+
+    def walk(self, layer: Layer) -> Iterator[tuple[Projection, list[Tensor]]]:
+        """Carry the stream through a layer: each projection with its float inputs, chunk by chunk, in the order they run.
+
+        Asked for the next, it goes on with the weights that the projection has then."""
+        a, m = layer.attention, layer.mlp
+        dtype = self.hidden[0].dtype
+        x = [_floats(layer.input_norm(h, None, False)[0]) for h in self.hidden]
+        yield a.qkv, x
+        for i, (step, kv) in enumerate(self.steps()):
+            x[i] = a.attend(a.project(x[i], kv, step), kv, step).flatten(1)
+        yield a.o, x
+        for i, h in enumerate(self.hidden):
+            normed, self.hidden[i] = layer.post_norm(a.o(x[i]), h, False)
+            x[i] = _floats(normed)
+        yield m.gate_up, x
+        for i, rows in enumerate(x):
+            x[i] = _floats(m.ops.silu_mul(m.gate_up(rows), False))
+        yield m.down, x
+        for i, h in enumerate(self.hidden):
+            self.hidden[i] = (m.down(x[i]).float() + h.float()).to(dtype)
+
+
 def quantize_layer(
-    layer: Layer, hidden: Tensor, kv: LayerKV, step: Step, recipe: Recipe, scale_dtype: torch.dtype,
-    reference: Reference | None = None,
-) -> tuple[Tensor, dict[str, Quantized]]:
-    """Quantize an editable layer in place. hidden [T, H], as the quantized layers before it produce it -> (the layer's own
-    quantized output, what each linear became). `reference` carries the float model's pass along when `recipe.drift`."""
+    layer: Layer, stream: Stream, reference: Stream | None, schemes: Mapping[str, Scheme], recipe: Recipe,
+    scale_dtype: torch.dtype,
+) -> dict[str, Quantized]:
+    """Quantize an editable layer in place and carry the stream through it, each linear's input as those before it, already
+    quantized, produce it. reference: the float model's stream, carried along when `recipe.drift`."""
     done: dict[str, Quantized] = {}
-
-    def observe(name: str, x: Tensor) -> None:
-        if name in done:
-            return
-        projection = layer.projection(name)
-        clean = None if reference is None else reference.take(projection.names)
-        done.update(quantize_parts(projection.parts, x, recipe, scale_dtype, clean))
-        for part in projection.names:
-            layer.replace(part, done[part].weight, done[part].scheme.act)
-
-    return layer.run(hidden, kv, step, observe), done
-
-
-class Reference:
-    """The unquantized model's pass through one layer: its input at every linear, kept until the quantized pass gets there."""
-
-    def __init__(self, layer: Layer, hidden: Tensor, kv: LayerKV, step: Step) -> None:
-        self.inputs: dict[str, Tensor] = {}
-        self.hidden = layer.run(hidden, kv, step, lambda name, x: self.inputs.update({name: x}))
-
-    def take(self, names: Sequence[str]) -> Tensor:
-        """The input [M, K] that these linears share; forgotten afterwards."""
-        return [self.inputs.pop(name) for name in names][0]
+    clean_walk = None if reference is None else reference.walk(layer)
+    clean = None if clean_walk is None else next(clean_walk)[1]
+    for projection, x in stream.walk(layer):
+        scheme = schemes[projection.names[0]]
+        stats = None
+        if recipe.needs_calibration:
+            act = scheme.act if recipe.true_activations else None
+            stats = Stats(projection.parts[0].shape[1], stream.device, act, 0.0 if clean is None else recipe.drift)
+            for i, rows in enumerate(x):
+                stats.add(rows, None if clean is None else clean[i])
+        if clean_walk is not None:
+            clean = next(clean_walk, (None, None))[1]  # while the weights are still the float model's
+        found = quantize_parts(projection.parts, stats, scheme, recipe, scale_dtype)
+        for name, result in found.items():
+            layer.replace(name, result.weight, result.scheme.act)
+        done |= found
+    return done
 
 
 class OneLayer:
     """Layer `index` of a source, shown as a source of a one-layer model: how layers are streamed from disk."""
 
-    def __init__(self, source: Source, index: int, hidden_size: int, changed: Mapping[str, Tensor] | None = None) -> None:
-        self.source, self.config, self.changed = source, source.config, changed or {}
+    def __init__(self, source: Source, index: int, hidden_size: int, device: torch.device,
+                 changed: Mapping[str, Tensor] | None = None) -> None:
+        self.source, self.config, self.device, self.changed = source, source.config, device, changed or {}
         self.prefix = f"model.layers.{index}."
         self.ends = {"model.embed_tokens.weight": torch.zeros(1, hidden_size), "model.norm.weight": torch.ones(hidden_size)}
 
@@ -141,7 +189,7 @@ class OneLayer:
         there = self._name(name)
         value = self.changed.get(there)
         value = self.source.get(there) if value is None else value
-        return dequantize(value) if isinstance(value, QTensor) else value
+        return (dequantize(value) if isinstance(value, QTensor) else value).to(self.device)
 
     def act(self, name: str) -> Spec | None:
         return None
@@ -158,7 +206,7 @@ def build_layer(
     changed: tensors, by their name in the whole model, that take the place of the source's."""
     alone = replace(config, num_layers=1, windows=config.windows[index : index + 1], vocab_size=1, tie_embeddings=True,
                     max_position=min(config.max_position, length))
-    layer = build(alone, OneLayer(source, index, config.hidden_size, changed), device, dtype, editable=True).layers[0]
+    layer = build(alone, OneLayer(source, index, config.hidden_size, device, changed), device, dtype, editable=True).layers[0]
     for projection in layer.projections:
         projection.parts = tuple(
             replace(part, name=part.name.replace("layers.0.", f"layers.{index}.", 1)) for part in projection.parts
@@ -186,8 +234,14 @@ def take_windows(token_ids: Sequence[int], samples: int, length: int) -> Tensor:
     return torch.tensor([list(token_ids[start : start + length]) for start in dict.fromkeys(starts)])
 
 
-def _float(weight: Any) -> Tensor:
+def dense(weight: Any) -> Tensor:
+    """A linear's weight as fp32 values."""
     return dequantize(weight) if isinstance(weight, QTensor) else weight.float()
+
+
+def _floats(x: Tensor | Rows) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x
 
 
 def _split(q: QTensor, parts: Sequence[Part]) -> list[QTensor]:

@@ -11,15 +11,22 @@ import hashlib
 import json
 import tomllib
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from nybble.formats.spec import SCHEMES, Scheme, Spec, fit_group, scheme_of
+from nybble.formats.spec import INT4, INT8_CHANNEL, PER_TOKEN_INT8, SCHEMES, Scheme, Spec, fit_group, scheme_of
 from nybble.text import read_text
 
 METHODS = ("rtn", "gptq")
-TRANSFORMS = ("auto", "none", "smooth", "rotate")
+TRANSFORMS = ("auto", "none", "smooth", "rotate", "rotate+smooth")
+# Linears of a layer that share an input, and so a scheme: they run as one.
+SITES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 @dataclass(frozen=True)
@@ -28,18 +35,25 @@ class Recipe:
     per channel; a layer that it does not divide takes `formats.spec.fit_group`. 8-bit weights are always per channel.
     method: "rtn" (no calibration) or "gptq".
 
+    group_scales: "float", or "int": in groups of 128 the scales are whole multiples (0 to 16) of one per channel, which the
+    integer kernel multiplies in before the sum; others read the same checkpoint as ordinary groups.
+    bits: above 0, schemes are chosen layer by layer (see `auto`) within this average of bits per weight over the linears.
+    layers: what was chosen, "3.down" -> name of a scheme; when given, nothing is measured. measured: why, in words.
+
     mse: search scales instead of absmax. damping, act_order, sweeps: see `gptq.GptqOptions`. true_activations: Hessians of
     the inputs as the quantized model rounds them. drift: 0 to 1, how much of the error that quantized layers before
     brought in a layer's weights are moved to undo (0.5 fits calibration text less closely than 1 and does better on others).
-    transform: change of basis before rounding; "auto" rotates 4-bit weights with 8-bit activations where a rotation of the
-    model's size is known, smooths them where not, and leaves everything else alone.
+    transform: change of basis before rounding, "rotate+smooth" one after the other; "auto" rotates where inputs are
+    int8 and a rotation of the model's size is known (smooths where not, and w8a8 in both cases), else leaves all alone.
 
     samples x sequence_length: calibration tokens, taken from `calibration` (a description) with hash `text_hash`, in order.
-    seed: the random signs of a rotation.
+    seed: the random signs of a rotation. made_with: versions, for the record.
     """
 
     scheme: str = "w4a8"
     group: int = 128
+    group_scales: str = "int"
+    bits: float = 0.0
     method: str = "gptq"
     mse: bool = True
     damping: float = 0.01
@@ -53,12 +67,19 @@ class Recipe:
     seed: int = 0
     calibration: str = "shipped"
     text_hash: str = ""
+    made_with: str = ""
+    layers: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         schemes = sorted({name.split("_")[0] for name, s in SCHEMES.items() if s.weight is not None})
         for name, ok, wanted in (
             ("scheme", self.scheme in schemes, f"one of {', '.join(schemes)}"),
             ("group", self.group == 0 or self.group >= 32, "0 (per channel) or 32 and more"),
+            ("group_scales", self.group_scales in ("float", "int"), "float or int"),
+            ("bits", self.bits == 0 or (4 <= self.bits <= 9 and self.scheme.startswith("w4")),
+             "0 (every layer alike), or 4 to 9 with a scheme of 4-bit weights"),
+            ("layers", all(name in SCHEMES for name in self.layers.values()), f"schemes out of {', '.join(SCHEMES)}"),
             ("method", self.method in METHODS, f"one of {', '.join(METHODS)}"),
             ("damping", 0.0 < self.damping <= 1.0, "above 0, up to 1"),
             ("sweeps", 0 <= self.sweeps <= 100, "0 to 100"),
@@ -77,14 +98,18 @@ class Recipe:
         assert weight is not None
         return weight.with_group(self.group or None) if weight.num.bits == 4 else weight
 
-    def scheme_for(self, in_features: int) -> Scheme:
-        """What a linear of this width gets."""
-        spec = self.spec
-        return scheme_of(spec.with_group(fit_group(spec.group, in_features)), SCHEMES[self.scheme].act)
+    def scheme_for(self, in_features: int, place: str = "") -> Scheme:
+        """What a linear of this width gets. place: "3.down" for layer 3's down projection."""
+        chosen = SCHEMES.get(self.layers.get(place, ""))
+        spec, act = (self.spec, SCHEMES[self.scheme].act) if chosen is None else (chosen.weight, chosen.act)
+        assert spec is not None
+        spec = spec.with_group(fit_group(spec.group, in_features))
+        whole = self.group_scales == "int" and (spec.group, spec.num, act) == (128, INT4, PER_TOKEN_INT8)
+        return scheme_of(dataclasses.replace(spec, over=INT8_CHANNEL) if whole else spec, act)
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method != "rtn" or self.transform == "smooth"
+        return self.method != "rtn" or "smooth" in self.transform or self.bits > 0
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -98,7 +123,8 @@ class Recipe:
         steps = [] if self.transform == "none" else [self.transform]
         steps.append(self.method + (f" on {self.samples} x {self.sequence_length} tokens" if self.needs_calibration else ""))
         group = self.spec.group
-        return f"{self.scheme}, {f'groups of {group}' if group else 'per channel'}, {' + '.join(steps)}"
+        tile = f"chosen per layer within {self.bits:g} bits" if self.bits else f"groups of {group}" if group else "per channel"
+        return f"{self.scheme}, {tile}, {' + '.join(steps)}"
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
@@ -106,8 +132,13 @@ class Recipe:
         return from_toml(read_text(path))
 
     def to_toml(self) -> str:
-        """One `key = value` a line. JSON's scalars are TOML's."""
-        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in self.to_dict().items())
+        """One `key = value` a line, tables last. JSON's scalars are TOML's."""
+        values = self.to_dict()
+        tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in tables]
+        for key, table in tables.items():
+            lines += [f"[{key}]", *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in table.items())]
+        return "\n".join(lines) + "\n"
 
 
 def from_dict(values: dict[str, object]) -> Recipe:
@@ -117,7 +148,7 @@ def from_dict(values: dict[str, object]) -> Recipe:
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"recipe: unknown key {key!r}; knows {', '.join(sorted(known))}")
-        kind = types[key]
+        kind = typing.get_origin(types[key]) or types[key]
         if kind is float and type(value) is int:
             continue
         if type(value) is not kind:

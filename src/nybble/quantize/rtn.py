@@ -6,12 +6,14 @@ is written and what was optimized are the same number.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import Spec
+from nybble.formats.spec import INT8_CHANNEL, Spec
 
 # Candidate shrinkages of the mse search, and the exponent of its error: |q - x|^2.4 weighs the large errors that hurt a
 # dot product most (GPTQ's and QQQ's choice).
@@ -21,7 +23,7 @@ ERROR_POWER = 2.4
 
 def check_spec(spec: Spec) -> None:
     """Raises ValueError for weight specs that these quantizers do not write."""
-    if spec.zero or spec.over is not None or spec.tile[0] != 1:
+    if spec.zero or spec.tile[0] != 1 or spec.over not in (None, INT8_CHANNEL):
         raise ValueError(
             f"cannot choose scales for {spec}: wants symmetric weights, one scale per channel or per group of input channels"
         )
@@ -39,6 +41,54 @@ def tiles(weight: Tensor, spec: Spec) -> Tensor:
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales as `dtype` stores them, back in fp32: rounded, and never inf."""
     return scale.clamp(max=torch.finfo(dtype).max).to(dtype).float()
+
+
+WHOLE = 16  # the largest whole group scale: 8 * 16 is as far as an int8 goes
+
+
+def snap(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Group scales [N, G] -> (whole numbers 0..16 [N, G], the channel's unit [N, 1]) whose product is nearest.
+
+    The unit keeps so few bits that every product is exact in `dtype`; of the units that put the row's largest scale between
+    8 and 16, the one with the least squared relative error.
+    """
+    bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24) - 4
+    drop = 2.0 ** (24 - bits) + 1  # Veltkamp: c - (c - x) with c = x * drop keeps the top bits
+    top = scale.amax(1, keepdim=True)
+    best = best_loss = unit_of = None
+    for reach in [8 + step / 4 for step in range(4 * (WHOLE - 8) + 1)]:
+        unit = top / reach
+        unit = unit * drop - (unit * drop - unit)
+        if dtype == torch.float16:  # whose smallest step is 2^-24
+            unit = torch.round(unit * 2.0**24).clamp_min(1) / 2.0**24
+        whole = torch.round(scale / unit.clamp_min(1e-38)).clamp_(0, WHOLE)
+        error = torch.where(scale > 0, whole * unit / scale.clamp_min(1e-30) - 1, torch.zeros_like(scale))
+        loss = error.square().sum(1, keepdim=True)
+        if best is None or best_loss is None or unit_of is None:
+            best, best_loss, unit_of = whole, loss, unit
+        better = loss < best_loss
+        best, unit_of = torch.where(better, whole, best), torch.where(better, unit, unit_of)
+        best_loss = torch.where(better, loss, best_loss)
+    assert best is not None
+    assert unit_of is not None
+    return best, torch.where(top > 0, unit_of, torch.zeros_like(unit_of))
+
+
+def settle(scale: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
+    """Scales as they can be stored: rounded to `dtype`, and onto whole multiples where the spec says so."""
+    if spec.over is None:
+        return storable(scale, dtype)
+    whole, unit = snap(storable(scale, dtype), dtype)
+    return whole * unit
+
+
+def with_scale(spec: Spec, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> QTensor:
+    """Codes [N, K] and settled scales [N, G] as a `QTensor`."""
+    if spec.over is None:
+        return QTensor(spec, codes, scale)
+    whole, unit = snap(scale, dtype)
+    assert torch.equal(whole * unit, scale)
+    return QTensor(spec, codes, whole, over=unit)
 
 
 def absmax_scale(weight: Tensor, spec: Spec, scale_dtype: torch.dtype) -> Tensor:
@@ -68,12 +118,16 @@ def mse_scale(weight: Tensor, spec: Spec, scale_dtype: torch.dtype, importance: 
     return best
 
 
-def quantize_rtn(weight: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float16, mse: bool = False) -> QTensor:
+def quantize_rtn(
+    weight: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float16, mse: bool = False, name: str = "this layer"
+) -> QTensor:
     """Round to nearest. float [N, K] -> QTensor of `spec`; scales absmax / qmax, or searched with `mse`.
 
     Raises ValueError when a weight is not finite, or when the spec or its group does not fit.
     """
     if not torch.isfinite(weight).all():
-        raise ValueError("the weight holds NaN or infinity: the checkpoint is damaged or overflowed its dtype")
-    scale = mse_scale(weight, spec, scale_dtype) if mse else absmax_scale(weight, spec, scale_dtype)
-    return quantize_weight(weight, spec, scale)
+        raise ValueError(f"{name}: the weight holds NaN or infinity: the checkpoint is damaged or overflowed its dtype")
+    plain = replace(spec, over=None)
+    scale = mse_scale(weight, plain, scale_dtype) if mse else absmax_scale(weight, plain, scale_dtype)
+    scale = settle(scale, spec, scale_dtype)
+    return with_scale(spec, quantize_weight(weight, plain, scale).codes, scale, scale_dtype)

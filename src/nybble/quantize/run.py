@@ -5,9 +5,12 @@ Not an algorithm (rtn, gptq, smooth, rotate) and not a file format (`nybble.chec
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,35 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from nybble.checkpoint.write import check_target
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import KV, Scheme
 from nybble.hardware import pick_device
 from nybble.models import ModelConfig, read_config
-from nybble.models.load import Source, default_dtype
+from nybble.models.decoder import Layer
+from nybble.models.load import Source, build, default_dtype
 from nybble.nn.linear import Part
-from nybble.quantize.calibrate import (
-    Quantized,
-    Reference,
-    build_layer,
-    calibration_step,
-    quantize_layer,
-    quantize_parts,
-    take_windows,
-)
-from nybble.quantize.recipe import Recipe, hash_text, shipped_text
+from nybble.quantize import auto
+from nybble.quantize.calibrate import Stream, build_layer, quantize_layer, quantize_parts, take_windows
+from nybble.quantize.recipe import SITES, Recipe, hash_text, shipped_text
+from nybble.quantize.resume import Saved, Tensors
 from nybble.quantize.rotate import Rotated, can_rotate
-from nybble.quantize.smooth import ALL_SITES, smooth_layer
+from nybble.quantize.smooth import smooth_layer
 from nybble.text import load_tokenizer, read_text
 
 Progress = Callable[[str, float], None]
-
-# Linears of a layer, grouped by the input that they share.
-SITES = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
+CHUNK = 16384  # calibration tokens that go through a layer at once
+MEASURED = 2048  # tokens whose predictions `auto` looks at
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,8 @@ def quantize_checkpoint(
     target = pick_device(device) if not isinstance(device, torch.device) else device
     notes: list[str] = []
     tokens = None
-    recipe = replace(recipe, transform=resolve_transform(recipe, config))
+    recipe = replace(recipe, transform=resolve_transform(recipe, config),
+                     made_with=f"nybble {sys.modules['nybble'].__version__}, torch {torch.__version__}, {target.type}")
     if recipe.needs_calibration:
         text = shipped_text() if calibration is None else read_text(calibration)
         recipe = replace(recipe, sequence_length=min(recipe.sequence_length, config.max_position))
@@ -115,50 +109,68 @@ def quantize_checkpoint(
         if len(tokens) < recipe.samples:
             notes.append(f"the calibration text gave {len(tokens)} sequences of the {recipe.samples} asked for")
     source: Source = checkpoint
-    if recipe.transform == "rotate":
+    if "rotate" in recipe.transform:
         reason = can_rotate(config)
         if reason is not None:
-            raise ValueError(f"transform = rotate: {reason}; transform = smooth or none would do")
+            raise ValueError(f"transform = {recipe.transform}: {reason}; transform = smooth or none would do")
         source = Rotated(checkpoint, config, recipe.seed, target)
         config = read_config(source.config)
+    check_target(Path(out), checkpoint)
+    saved = Saved(Path(f"{out}.resume"), _key(recipe, kv, checkpoint, tokens))
+    run = _Run(source, checkpoint, config, recipe, tokens, target, saved, progress or (lambda what, done: None))
+    if recipe.bits and not recipe.layers:
+        recipe, lines = run.choose()
+        notes += lines
     schemes = linear_schemes(config, recipe)
     notes += group_notes(schemes, recipe)
+    if saved.finished:
+        notes.append(f"went on after layer {saved.finished - 1}, which an earlier run had finished")
     if checkpoint.scheme_name != "16bit":
         notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone; start from "
                      "16 bits if you can")
-    tally = _Tally()
-    tensors = _tensors(source, checkpoint, config, recipe, tokens, target, tally, progress)
-    write_checkpoint(out, dict(source.config), tensors, schemes, kv, checkpoint, recipe.to_dict())
+    write_checkpoint(out, dict(source.config), run.tensors(schemes), schemes, kv, checkpoint, recipe.to_dict())
+    saved.remove()
     return Report(
-        str(out), recipe, kv, tally.errors, {name: s.name for name, s in schemes.items()}, tuple(notes), tally.bytes_16bit,
-        sum(f.stat().st_size for f in Path(out).glob("*.safetensors")), tally.bits / max(tally.weights, 1),
+        str(out), recipe, kv, run.errors, {name: s.name for name, s in schemes.items()}, tuple(notes), run.bytes_16bit,
+        sum(f.stat().st_size for f in Path(out).glob("*.safetensors")), run.bits / max(run.weights, 1),
         time.perf_counter() - started,
     )
+
+
+def _key(recipe: Recipe, kv: str, checkpoint: Checkpoint, tokens: Tensor | None) -> str:
+    """What decides the bytes of a run, for telling whether another may go on with its layers."""
+    files = [checkpoint.path] if checkpoint.path.is_file() else sorted(checkpoint.path.glob("*.safetensors"))
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    text = None if tokens is None else hash_text(str(tokens.tolist()))
+    return json.dumps([recipe.to_dict(), kv, str(checkpoint.path.resolve()), stamps, text])
 
 
 def resolve_transform(recipe: Recipe, config: ModelConfig) -> str:
     """What "auto" means for a model."""
     if recipe.transform != "auto":
         return recipe.transform
-    if not recipe.scheme.startswith("w4a8"):
+    if recipe.scheme not in ("w4a8", "w8a8"):
         return "none"
-    return "rotate" if can_rotate(config) is None else "smooth"
+    rotation = "rotate" if recipe.scheme == "w4a8" else "rotate+smooth"
+    return rotation if can_rotate(config) is None else "smooth"
 
 
 def linear_schemes(config: ModelConfig, recipe: Recipe) -> dict[str, Scheme]:
     """Module name of every linear in the layers -> its scheme."""
     wide = {"o_proj": config.num_heads * config.head_dim, "down_proj": config.intermediate_size}
     return {
-        f"model.layers.{index}.{name}": recipe.scheme_for(wide.get(name.rpartition(".")[2], config.hidden_size))
+        f"model.layers.{index}.{name}": recipe.scheme_for(
+            wide.get(name.rpartition(".")[2], config.hidden_size), f"{index}.{site}"
+        )
         for index in range(config.num_layers)
-        for site in SITES
-        for name in site
+        for site, names in SITES.items()
+        for name in names
     }
 
 
 def group_notes(schemes: dict[str, Scheme], recipe: Recipe) -> list[str]:
     """One sentence for each group that had to give way."""
-    if not recipe.spec.group:
+    if not recipe.spec.group or recipe.layers:
         return []
     others: dict[int | None, set[str]] = {}
     for name, scheme in schemes.items():
@@ -172,78 +184,116 @@ def group_notes(schemes: dict[str, Scheme], recipe: Recipe) -> list[str]:
     ]
 
 
-@dataclass
-class _Tally:
-    """Sums over the tensors that went by."""
+class _Run:
+    """One run over the layers, and the sums over what went by."""
 
-    bits: float = 0.0
-    weights: int = 0
-    bytes_16bit: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, source: Source, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, tokens: Tensor | None,
+                 device: torch.device, saved: Saved, progress: Progress) -> None:
+        self.source, self.checkpoint, self.config, self.recipe, self.tokens = source, checkpoint, config, recipe, tokens
+        self.device, self.saved, self.progress = device, saved, progress
+        self.dtype, self.names = default_dtype(config, device), checkpoint.names()
+        self.bits, self.weights, self.bytes_16bit = 0.0, 0, 0
         self.errors: dict[str, float | None] = {}
 
+    def embed(self, tokens: Tensor, chunk: int) -> Stream:
+        """The calibration tokens before the first layer, in chunks of up to `chunk`."""
+        table = _dense(self.source.get("model.embed_tokens.weight"), self.checkpoint.dtype).cpu()
+        chunks = tokens.split(max(1, chunk // tokens.shape[1]))
+        hidden = [F.embedding(chunk.reshape(-1), table).to(self.device, self.dtype) for chunk in chunks]
+        return Stream(self.config, tokens, hidden)
 
-def _tensors(
-    source: Source, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, tokens: Tensor | None,
-    device: torch.device, tally: _Tally, progress: Progress | None,
-) -> Iterator[tuple[str, Tensor | QTensor]]:
-    """Every tensor of the quantized checkpoint, in order, each made when it is asked for."""
-    stored, names = checkpoint.dtype, checkpoint.names()
-    dtype = default_dtype(config, device)
-    hidden = reference = step = kv = None
-    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
-        if name in names or source.has(name):
-            value = _dense(source.get(name), stored)
-            tally.bytes_16bit += 2 * value.numel() if name in names else 0
-            if name == "model.embed_tokens.weight" and tokens is not None:
-                hidden = F.embedding(tokens.reshape(-1), value.cpu()).to(device, dtype)
-                reference = hidden
-                step, kv = calibration_step(config, tokens, device, dtype)
-            yield name, value.cpu()
-    for index in range(config.num_layers):
-        if progress is not None:
-            progress("quantizing", index / config.num_layers)
-        at = f"model.layers.{index}."
-        changed: dict[str, Tensor] = {}
-        done: dict[str, Quantized] = {}
-        if tokens is None:
-            for site in SITES:
-                parts = []
-                for name in site:
-                    weight = _dense(source.get(f"{at}{name}.weight"), torch.float32).to(device)
-                    parts.append(Part(at + name, tuple(weight.shape), weight))  # type: ignore[arg-type]
-                done.update(quantize_parts(parts, None, recipe, stored))
+    def layer(self, index: int, changed: Mapping[str, Tensor] | None = None) -> Layer:
+        assert self.tokens is not None
+        return build_layer(self.source, self.config, index, self.device, self.dtype, self.tokens.shape[1], changed)
+
+    def choose(self) -> tuple[Recipe, list[str]]:
+        """`auto`: the recipe with its layers' schemes, and what to tell people."""
+        noted = self.saved.noted("measured")
+        if noted is None:
+            assert self.tokens is not None
+            stream = self.embed(auto.first_rows(self.tokens), MEASURED)
+            ends = build(replace(self.config, num_layers=0, windows=()), self.source, self.device, self.dtype)
+
+            def layers() -> Iterator[Layer]:
+                for index in range(self.config.num_layers):
+                    self.progress("measuring", index / self.config.num_layers)
+                    yield self.layer(index)
+
+            def logits(hidden: Tensor) -> Tensor:
+                return ends.logits(ends.final(hidden, None, stream.steps()[0][0]))
+
+            measured = auto.measure(layers(), stream, logits, self.recipe, self.checkpoint.dtype)
+            self.saved.note("measured", [dataclasses.astuple(c) for c in measured])
         else:
-            assert hidden is not None
-            assert step is not None
-            assert kv is not None
-            assert reference is not None
-            length = tokens.shape[1]
-            layer = build_layer(source, config, index, device, dtype, length)
-            follow = Reference(layer, reference, kv, step) if recipe.drift else None
-            if recipe.transform == "smooth":
-                changed = smooth_layer(layer, hidden, kv, step, config, recipe, ALL_SITES)
-                layer = build_layer(source, config, index, device, dtype, length, changed)
-            hidden, done = quantize_layer(layer, hidden, kv, step, recipe, stored, follow)
-            reference = reference if follow is None else follow.hidden
-        for name, found in done.items():
-            tally.errors[name] = found.error
-            tally.weights += found.weight.codes.numel()
-            tally.bits += found.weight.bits_per_weight * found.weight.codes.numel()
-            tally.bytes_16bit += 2 * found.weight.codes.numel()
-            yield f"{name}.weight", found.weight.to("cpu")
-        quantized = {f"{name}.weight" for name in done}
-        for name in names:
+            measured = [auto.Candidate(*c) for c in noted]  # type: ignore[attr-defined]
+        chosen = auto.allocate(measured, self.recipe.bits)
+        self.recipe = replace(self.recipe, layers={place: c.scheme for place, c in chosen.items()},
+                              measured=auto.record(measured))
+        return self.recipe, auto.explain(measured, chosen)
+
+    def tensors(self, schemes: Mapping[str, Scheme]) -> Iterator[tuple[str, Tensor | QTensor]]:
+        """Every tensor of the quantized checkpoint, in order, each made when it is asked for."""
+        for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+            if name in self.names or self.source.has(name):
+                value = _dense(self.source.get(name), self.checkpoint.dtype).cpu()
+                self.bytes_16bit += 2 * value.numel() if name in self.names else 0
+                yield name, value
+        stream = reference = None
+        if self.tokens is not None:
+            stream = self.embed(self.tokens, CHUNK)
+            if self.saved.finished:
+                hidden, *others = self.saved.load_stream()
+                stream.hidden = [chunk.to(self.device) for chunk in hidden]
+                reference = None if not others else stream.beside([chunk.to(self.device) for chunk in others[0]])
+            elif self.recipe.drift:
+                reference = stream.beside(stream.hidden)
+        for index in range(self.config.num_layers):
+            self.progress("quantizing", index / self.config.num_layers)
+            if index < self.saved.finished:
+                tensors, errors = self.saved.load_layer(index, schemes)
+            else:
+                tensors, errors = self.quantized(index, schemes, stream, reference)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the next layer asks for its sizes in another order: leave no holes
+                self.saved.save(index, tensors, errors, [each.hidden for each in (stream, reference) if each is not None])
+            self.errors |= errors
+            for name, value in tensors:
+                count = value.codes.numel() if isinstance(value, QTensor) else value.numel()
+                self.bytes_16bit += 2 * count
+                if isinstance(value, QTensor):
+                    self.weights += count
+                    self.bits += value.bits_per_weight * count
+                yield name, value
+        self.progress("quantizing", 1.0)
+
+    def quantized(self, index: int, schemes: Mapping[str, Scheme], stream: Stream | None,
+                  reference: Stream | None) -> tuple[Tensors, dict[str, float | None]]:
+        """One layer's tensors, and its linears' errors."""
+        at, stored = f"model.layers.{index}.", self.checkpoint.dtype
+        changed: dict[str, Tensor] = {}
+        done = {}
+        if stream is None:
+            for names in SITES.values():
+                parts = []
+                for name in names:
+                    weight = _dense(self.source.get(f"{at}{name}.weight"), torch.float32).to(self.device)
+                    parts.append(Part(at + name, tuple(weight.shape), weight))  # type: ignore[arg-type]
+                done |= quantize_parts(parts, None, schemes[parts[0].name], self.recipe, stored)
+        else:
+            layer = self.layer(index)
+            if "smooth" in self.recipe.transform:
+                step, kv = stream.steps()[0]
+                changed = smooth_layer(layer, stream.hidden[0], kv, step, self.config, schemes)
+                layer = self.layer(index, changed)
+            done = quantize_layer(layer, stream, reference, schemes, self.recipe, stored)
+        tensors: Tensors = [(f"{name}.weight", found.weight.to("cpu")) for name, found in done.items()]
+        quantized = {name for name, _ in tensors}
+        for name in self.names:
             if name.startswith(at) and name not in quantized:
-                value = _dense(changed[name] if name in changed else source.get(name), stored)
-                tally.bytes_16bit += 2 * value.numel()
-                yield name, value.cpu()
-    if progress is not None:
-        progress("quantizing", 1.0)
+                tensors.append((name, _dense(changed[name] if name in changed else self.source.get(name), stored).cpu()))
+        return tensors, {name: found.error for name, found in done.items()}
 
 
 def _dense(value: Tensor | QTensor, dtype: torch.dtype) -> Tensor:
     """A tensor that stays (or starts) in floating point."""
     return dequantize(value, dtype) if isinstance(value, QTensor) else value.to(dtype)
-
