@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -470,6 +471,20 @@ def test_pack_rows_is_the_packages():
         assert torch.equal(pack_rows(codes + (1 << (bits - 1)), bits), pack_to_int32(codes.to(torch.int8), bits))
 
 
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_older_compressed_tensors_kept_values_whole(bits):
+    """Until 2026 a word held 32 // bits values and the rest of its bits stayed empty."""
+    codes = torch.randint(0, 1 << bits, (3, 64), generator=torch.Generator().manual_seed(bits))
+    per_word = 32 // bits
+    rows = [[sum(int(v) << (bits * i) for i, v in enumerate(row[j:j + per_word])) for j in range(0, 64, per_word)]
+            for row in codes.tolist()]
+    words = torch.tensor(rows, dtype=torch.int64).to(torch.uint32).view(torch.int32)
+    store = Fake(**{"a.weight_packed": words, "a.weight_scale": torch.ones(3, 1), "a.weight_shape": torch.tensor([3, 64])})
+    block = {"format": "pack-quantized", "config_groups": {"g": group(["Linear"], num_bits=bits)}}
+    found = dequantize(read_compressed(store, block).linears["a"].read())
+    assert torch.equal(found, codes.float() - (1 << (bits - 1)))
+
+
 class Fake:
     """A store of given tensors."""
 
@@ -530,24 +545,36 @@ def test_ignored_modules_keep_their_tensors():
     ({"config_groups": {"g": group(["Linear"]) | {"output_activations": {"num_bits": 8}}}}, "output activations"),
     ({"config_groups": {"g": group(["Linear"], strategy="group", group_size=16)}}, "want"),
     ({"config_groups": {"g": group(["Linear"]) | {"input_activations": {"num_bits": 4, "strategy": "token"}}}}, "activations"),
-    ({"config_groups": {"g": group(["Linear"]) | {"input_activations": {"num_bits": 8, "strategy": "tensor"}}}}, "no a.input"),
+    ({"config_groups": {"g": group(["Linear"]) | {"input_activations": {"num_bits": 8, "strategy": "tensor"}}}}, "static int8"),
+    ({"config_groups": {"g": group(["Linear"]) | {"input_activations": {
+        "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}}}}, "asymmetric int8"),
+    ({"config_groups": {"g": group(["Linear"], num_bits=8, type="float") | {"input_activations": {
+        "num_bits": 8, "strategy": "token", "dynamic": True}}}}, "float weights"),
+    ({"config_groups": {"g": group(["Linear"]) | {"input_activations": {
+        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True}}}}, "dynamic, tensor, float8"),
+    ({"config_groups": {"g": group(["Linear"], num_bits=8, type="float") | {"input_activations": {
+        "num_bits": 8, "type": "float", "strategy": "tensor"}}}, "format": "float-quantized"}, "no a.input"),
+    ({"config_groups": {"g": {"targets": ["Linear"], "input_activations": {"num_bits": 8, "type": "float"}}}}, "weights None"),
+    ({"config_groups": {"g": group(["Linear"], num_bits=3)}}, "beyond 3 bits"),
 ])
 def test_compressed_refusals(change, says):
     block = {"format": "int-quantized", "config_groups": {"g": group(["Linear"])}} | change
+    store = Fake(**int8_linear("a") | {"a.weight": torch.full((8, 32), 4, dtype=torch.int8)})
+    if "float-quantized" in block["format"]:
+        store.tensors["a.weight"] = store.tensors["a.weight"].to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=says):
-        read_compressed(Fake(**int8_linear("a")), block)
+        read_compressed(store, block).linears["a"].read()
 
 
-def test_unpacked_int4_and_static_activations():
+def test_unpacked_int4():
     codes = torch.arange(-8, 8, dtype=torch.int8).repeat(8, 2)
-    store = Fake(**int8_linear("a") | {"a.weight": codes, "a.input_scale": torch.tensor([0.5])})
+    store = Fake(**int8_linear("a") | {"a.weight": codes})
     block = {"format": "int-quantized", "config_groups": {
-        "g": group(["Linear"]) | {"input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False}}}}
+        "g": group(["Linear"]) | {"input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}}}
     source = read_compressed(store, block).linears["a"]
     assert torch.equal(source.read().codes, store.tensor("a.weight"))
     assert source.scheme.weight == Spec(INT4, (1, None))
-    assert source.scheme.act == Spec(INT8, (None, None))
-    assert source.input_scale == "a.input_scale"
+    assert source.scheme.act == PER_TOKEN_INT8
 
 
 def test_activation_specs():
@@ -555,7 +582,7 @@ def test_activation_specs():
     assert activation_spec({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}) == PER_TOKEN_FP8
     assert activation_spec({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}) == \
         Spec(FP8, (1, 128), dynamic=True)
-    assert activation_spec({"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}).zero
+    assert activation_spec({"num_bits": 8, "type": "float", "strategy": "tensor"}) == Spec(FP8, (None, None))
     assert activation_spec(None) is None
 
 
@@ -632,7 +659,8 @@ def test_what_cannot_be_written(plain, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     qqq = QTensor(Spec(INT4, (1, 32), over=Spec(INT8, (1, None))), torch.zeros(128, 64, dtype=torch.int8),
                   torch.ones(128, 2), over=torch.ones(128, 1))
-    for tensors, says in (([(name, qqq)], "QQQ"), ([(name, source.get(name))], "nothing was quantized"),
+    fractions = replace(qqq, scale=torch.full((128, 2), 0.3))
+    for tensors, says in (([(name, fractions)], "QQQ"), ([(name, source.get(name))], "nothing was quantized"),
                           ([(name, source.get(name))] * 2, "twice")):
         with pytest.raises(ValueError, match=says):
             write_checkpoint(tmp_path / "out", source.config, tensors, {}, None, source, {})

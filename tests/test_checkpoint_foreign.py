@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nybble.checkpoint import open_checkpoint
 from nybble.checkpoint.checkpoint import find_quantization
-from nybble.checkpoint.kv import FNUZ_TO_E4M3, role_of
+from nybble.checkpoint.kv import FNUZ_FACTORS, role_of
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, UINT4, Spec
 from nybble.kernels.registry import ops_for
@@ -203,6 +203,11 @@ def test_qqq_empty_s_group_and_refusals(tmp_path):
     for change, says in (({"wbits": 8}, "8 bits"), ({"group_size": 64}, "group size 64"), ({"sym": False}, "sym False")):
         with pytest.raises(ValueError, match=says):
             open_checkpoint(directory(tmp_path / "b", tensors, config | change))
+    for have, size in (({}, 128), ({f"{M}.s_group": torch.ones(2, 64).half(), f"{M}.B": torch.zeros(16, 128).int()}, -1)):
+        with pytest.raises(ValueError, match="one of them is wrong"):  # a group size that s_group contradicts
+            open_checkpoint(directory(tmp_path / "d", tensors | have, config | {"group_size": size}))
+    del tensors[f"{M}.s_group"]
+    assert open_checkpoint(directory(tmp_path / "e", tensors, config)).scheme_name == "w4a8"
     with pytest.raises(ValueError, match="not a QQQ weight"):
         open_checkpoint(directory(tmp_path / "c", tensors | {f"{M}.s_channel": torch.ones(1, 32)}, config))
 
@@ -222,7 +227,19 @@ def test_awq_golden_word():
     assert awq_columns(torch.arange(8)[None])[0, 0].item() == 0x75316420
 
 
-@pytest.mark.parametrize("version", ["gemm", "GEMM", "gemv"])
+def gemv_fast_words(codes: np.ndarray) -> torch.Tensor:
+    """llm-awq's interleaved int16 words, one element at a time from the published order of rows and channels."""
+    out = np.zeros((len(codes) // 4, codes.shape[1]), np.uint16)
+    for n, row in enumerate(codes.tolist()):
+        for k, code in enumerate(row):
+            eights, pairs, parity = k % 32 // 8, k % 8 // 2, k % 2  # [0, 1, 8, 9, ..] then [0, 2, 4, 6, 1, 3, 5, 7] of eight
+            place = k % 64 // 32 * 32 + pairs * 8 + parity * 4 + eights
+            flat = n % 4 * 64 + place
+            out[n // 4, k // 64 * 64 + flat // 4] |= code << (4 * (flat % 4))
+    return torch.from_numpy(out.view(np.int16))
+
+
+@pytest.mark.parametrize("version", ["gemm", "GEMM", "gemv", "gemv_fast"])
 @pytest.mark.parametrize("group", [32, 64, -1])
 def test_awq(tmp_path, version, group):
     n, k = 16, 128
@@ -231,7 +248,11 @@ def test_awq(tmp_path, version, group):
     codes, zero = torch.randint(0, 16, (n, k), generator=g), torch.randint(0, 16, (n, groups), generator=g)
     zero[0], zero[1] = 0, 15
     scale = torch.rand(n, groups, generator=g).half()
-    if version == "gemv":
+    if version == "gemv_fast":
+        pad = torch.nn.functional.pad
+        tensors = {f"{M}.qweight": gemv_fast_words(codes.numpy()), f"{M}.scales": pad(scale.t(), (0, 0, 0, 64 - groups)),
+                   f"{M}.qzeros": pad(-(zero.float() * scale.float()).half().t(), (0, 0, 0, 64 - groups))}
+    elif version == "gemv":
         pad = 8
         wide = torch.zeros(n, pad, dtype=torch.int64)
         wide[:, :groups] = zero
@@ -252,7 +273,8 @@ def test_awq(tmp_path, version, group):
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    ({"bits": 8}, "8 bits"), ({"version": "gemv_fast"}, "gemv_fast"),
+    ({"bits": 8}, "8 bits"), ({"version": "marlin"}, "marlin"), ({"version": "gemv_fast"}, "int32"),
+    ({"version": "gemv"}, "fits no"),
     ({"modules_to_not_convert": ["down_proj"]}, "says it is not"), ({"group_size": 0}, "group size"),
 ])
 def test_awq_refusals(tmp_path, change, says):
@@ -277,7 +299,8 @@ def gptq(bits: int, symmetric: bool, group: int, version: int, ordered: bool = F
     order = torch.arange(k) // (k // groups)
     order = order[torch.randperm(k, generator=g)] if ordered else order
     if borrow:
-        ones = sum(1 << (bits * i) for i in range(32 // bits))
+        ones = sum(1 << (bits * i) for i in range(32 // bits)) if bits != 3 else torch.tensor(
+            [0b00100100100100100100100100100100, 0b10010010010010010010010010010010, 0b01001001001001001001001001001001])
         packed = words(zero.t().numpy(), bits).to(torch.int64)
         packed = (packed - ones) & 0xFFFFFFFF
         qzeros = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
@@ -309,12 +332,13 @@ def test_gptq(tmp_path, bits, symmetric, group, ordered, version):
     assert checkpoint.unread() == []
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_gptq_zero_points_with_borrows(tmp_path, bits):
-    tensors, expected = gptq(bits, False, 32, 1, borrow=True, seed=3)
-    made_by = gptq_config(bits, False, 32, meta={"quantizer": ["gptqmodel:7.6.0"]})
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_zero_points_with_borrows(tmp_path, bits, symmetric):
+    tensors, expected = gptq(bits, symmetric, 32, 1, borrow=True, seed=3)
+    made_by = gptq_config(bits, symmetric, 32, meta={"quantizer": ["gptqmodel:7.6.0"]})
     assert torch.equal(values(open_checkpoint(directory(tmp_path / "g", tensors, made_by)).get(f"{M}.weight")), expected)
-    per_field, expected = gptq(bits, False, 32, 1, seed=3)
+    per_field, expected = gptq(bits, symmetric, 32, 1, seed=3)
     made_by["meta"] = {"quantizer": "auto_gptq:0.7"}
     assert torch.equal(values(open_checkpoint(directory(tmp_path / "f", per_field, made_by)).get(f"{M}.weight")), expected)
 
@@ -342,10 +366,28 @@ def test_gptq_refusals(tmp_path):
     with pytest.raises(ValueError, match="says symmetric"):
         open_checkpoint(directory(tmp_path / "a", tensors, gptq_config(4, True, 32))).get(f"{M}.weight")
     for change, says in (({"checkpoint_format": "marlin"}, "marlin"), ({"bits": 5}, "5 bits"), ({"group_size": 64}, "want"),
-                         ({"dynamic": {"+:.*down_proj": {"bits": 8}}}, "overrides")):
+                         ({"dynamic": {"-:.*down_proj": {}}}, "says it is not"), ({"is_marlin_format": True}, "own layout"),
+                         ({"pack_dtype": "int16"}, "own layout")):
         with pytest.raises(ValueError, match=says):
             open_checkpoint(directory(tmp_path / "b", tensors, gptq_config(4, False, 32) | change))
     open_checkpoint(directory(tmp_path / "c", tensors, gptq_config(4, False, 32, dynamic={"-:.*lm_head": {}})))
+    with pytest.warns(UserWarning, match="not used: wavelets"):
+        open_checkpoint(directory(tmp_path / "c", tensors, gptq_config(4, False, 32, wavelets=3)))
+    for order, says in ((torch.full((128,), 4), "does not name"), (torch.arange(64) // 32, "does not name")):
+        changed = tensors | {f"{M}.g_idx": order.to(torch.int32)}
+        with pytest.raises(ValueError, match=says):
+            open_checkpoint(directory(tmp_path / "d", changed, gptq_config(4, False, 32))).get(f"{M}.weight")
+    del tensors[f"{M}.g_idx"]
+    with pytest.raises(ValueError, match="no g_idx"):
+        open_checkpoint(directory(tmp_path / "e", tensors, gptq_config(4, False, 32, desc_act=True)))
+
+
+def test_gptq_rules_for_single_modules(tmp_path):
+    """GPTQModel's `dynamic`: the first regex that matches changes bits, groups, symmetry of a module."""
+    tensors, expected = gptq(8, True, 64, 1)
+    rules = {"+:.*up_proj": {"bits": 2}, r".*\.0\.mlp": {"bits": 8, "group_size": 64, "sym": True}}
+    checkpoint = open_checkpoint(directory(tmp_path / "c", tensors, gptq_config(4, False, 32, dynamic=rules)))
+    assert torch.equal(values(checkpoint.get(f"{M}.weight")), expected)
 
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------
@@ -443,13 +485,12 @@ A = "model.layers.0.self_attn"
 @pytest.mark.parametrize("shape", [(), (1,), (2, 1, 1)])
 def test_every_name_of_a_kv_scale(tmp_path, k_name, v_name, shape):
     tensors = {k_name: torch.full(shape, 0.5), v_name: torch.full(shape, 2.0), "model.norm.weight": torch.ones(4)}
-    path = directory(tmp_path / "k", tensors, None, num_hidden_layers=1)
     if shape == (2, 1, 1):
-        with pytest.warns(UserWarning, match="per head"):
-            checkpoint = open_checkpoint(path)
-    else:
-        checkpoint = open_checkpoint(path)
-    assert checkpoint.kv_scales(0) == (0.5, 2.0)
+        tensors[k_name][1] = 0.25
+    checkpoint = open_checkpoint(directory(tmp_path / "k", tensors, None, num_hidden_layers=1, num_key_value_heads=2))
+    k, v = checkpoint.kv_scales(0)
+    assert v == 2.0
+    assert k.tolist() == [0.5, 0.25] if shape == (2, 1, 1) else k == 0.5
     assert checkpoint.names() == ["model.norm.weight"]
     assert set(checkpoint.ignored()) == {k_name, v_name}
 
@@ -468,6 +509,9 @@ def test_specific_scales_win_and_one_serves_both(tmp_path):
     assert checkpoint.kv_scales(0) == (0.5, 9.0)
     assert checkpoint.kv_scales(1) == (0.125, 0.125)
     assert checkpoint.names() == []
+    checkpoint.config["num_hidden_layers"] = 2
+    with pytest.warns(UserWarning, match="layers 1 have only one of the K and V scales"):
+        assert checkpoint.scales_for("fp8") == [(0.5, 9.0), (0.125, 0.125)]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -510,8 +554,15 @@ def test_kv_type_conflicts_and_warnings(tmp_path):
     with pytest.raises(ValueError, match="int5"):
         _ = open_checkpoint(directory(tmp_path / "b", scale, None, kv_cache_dtype="int5")).kv
     checkpoint = open_checkpoint(directory(tmp_path / "c", scale, None, kv_cache_dtype="fp8", num_hidden_layers=4))
+    assert checkpoint.kv == "fp8"
     with pytest.warns(UserWarning, match="layers 1-3"):
-        assert checkpoint.kv == "fp8"
+        assert checkpoint.scales_for("fp8") == [(1.0, 1.0), None, None, None]
+    with pytest.warns(UserWarning, match="fp8_e5m2 does not use them"):
+        assert checkpoint.scales_for("fp8_e5m2") is None
+    assert checkpoint.scales_for("int8") is None
+    for heads, scale in ((4, torch.ones(2)), (4, torch.ones(2, 2)), (None, torch.ones(2, 2))):
+        with pytest.raises(ValueError, match="wants one scale, or one per KV head"):
+            open_checkpoint(directory(tmp_path / "d", {f"{A}.k_scale": scale}, None, num_key_value_heads=heads))
 
 
 def test_fnuz_scales_are_widened(tmp_path):
@@ -519,7 +570,16 @@ def test_fnuz_scales_are_widened(tmp_path):
                                            kv_cache_torch_dtype="float8_e4m3fnuz"))
     # A largest value of 240 * scale must stay within 448 * converted scale.
     assert checkpoint.kv_scales(0)[0] * 448 == pytest.approx(240.0)
-    assert FNUZ_TO_E4M3 > 0.5
+
+
+def test_scales_for_fnuz_give_the_same_values():
+    """A scale for e4m3fn, doubled, on fnuz: bit for bit the same values, saturated ones too (448 becomes 224 there)."""
+    x = torch.cat((torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 3, torch.tensor([13.44, -13.44, 20.0, 0.0])))
+    scale = 13.44 / 448
+    plain = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    doubled = scale * FNUZ_FACTORS["e4m3fn", "e4m3fnuz"]
+    other = (x / doubled).clamp(-224, 224).to(torch.float8_e4m3fnuz).float() * doubled
+    assert torch.equal(plain, other)
 
 
 def test_kv_side_file(tmp_path):

@@ -10,6 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from nybble.checkpoint import foreign
-from nybble.checkpoint.compressed import read_compressed
+from nybble.checkpoint.compressed import on_integer_grid, read_compressed
 from nybble.checkpoint.gguf import GGUFStore
-from nybble.checkpoint.kv import FNUZ_TO_E4M3, kv_of_config, pair, read_scales, role_of
-from nybble.checkpoint.reading import AnyStore, LinearSource, Reading
+from nybble.checkpoint.kv import FNUZ_FACTORS, Scale, kv_of_config, pair, read_scales, role_of
+from nybble.checkpoint.reading import AnyStore, LinearSource, Reading, with_int8_activations
 from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import KV, Spec
+from nybble.formats.spec import KV, PER_TOKEN_INT8, SCHEMES, Spec, describe
 from nybble.text.errors import BrokenFile
 from nybble.text.gguf import find_gguf
 
@@ -55,13 +56,15 @@ class Checkpoint:
         for name in store.names():
             if BUFFERS.search(name):
                 self._ignored[name] = "computed, not loaded"
-            elif name not in consumed and role_of(name) is not None:
-                self._ignored[name] = "KV cache scale"
+            elif name not in consumed and (role := role_of(name)) is not None:
+                self._ignored[name] = {"q": "scale of 8-bit queries or probabilities, which attention does not round",
+                                       "zero": "zero points that are zero"}.get(role, "KV cache scale")
         hidden = consumed | self._ignored.keys()
         self._plain = dict.fromkeys(name for name in store.names() if name not in hidden)
         self._unread = dict.fromkeys([*self._module_of, *self._plain])
         fnuz = "fnuz" in f"{config.get('kv_cache_torch_dtype')}{config.get('kv_cache_dtype')}"
-        self._scales = read_scales(path, store, FNUZ_TO_E4M3 if fnuz else 1.0)
+        heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+        self._scales = read_scales(path, store, heads, FNUZ_FACTORS["e4m3fnuz", "e4m3fn"] if fnuz else 1.0)
 
     @property
     def kv(self) -> str | None:
@@ -74,9 +77,6 @@ class Checkpoint:
             raise ValueError(f"{self.path}: {self._reading.kv_refusal}")
         if wanted is not None and wanted not in KV:
             raise ValueError(f"{self.path} asks for KV cache {wanted!r}; known are {', '.join(KV)}")
-        missing = [n for n in range(self.config.get("num_hidden_layers", 0)) if n not in self._scales]
-        if wanted == "fp8" and missing:
-            warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there", stacklevel=2)
         return wanted
 
     @property
@@ -86,9 +86,20 @@ class Checkpoint:
         return "mixed" if len(names) > 1 else names.pop() if names else "16bit"
 
     @property
+    def precision(self) -> tuple[str, str]:
+        """What weights and activations of the linears are in, in words: ("int4[1x128]", "int8[1x*]"), ("16bit", "16bit")."""
+        kinds = {(describe(s.scheme.weight), describe(s.scheme.act)) for s in self._reading.linears.values()}
+        weights, acts = zip(*sorted(kinds)) if kinds else (("16bit",), ("16bit",))
+        return ", ".join(dict.fromkeys(weights)), ", ".join(dict.fromkeys(acts))
+
+    @property
+    def config_dtype(self) -> str:
+        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype config.json names for what is not quantized; float32 when it names none."""
-        named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        named = self.config_dtype
         kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
         if named not in kinds:
             raise ValueError(f"{self.path}: config.json names dtype {named!r}; float32, float16 and bfloat16 are supported")
@@ -111,6 +122,8 @@ class Checkpoint:
         ValueError for bytes that are not what the config says."""
         source = self._source(name)
         value = source.read() if source else self._store.tensor(name)
+        if source and value.spec == SCHEMES["w4a8_g128"].weight and source.scheme.act == PER_TOKEN_INT8 and value.order is None:
+            value = on_integer_grid(value)
         self._unread.pop(name, None)
         return value
 
@@ -126,9 +139,33 @@ class Checkpoint:
             return None
         return float(self._store.tensor(source.input_scale).float().max())
 
-    def kv_scales(self, layer: int) -> tuple[float, float] | None:
-        """(K, V) multipliers of a layer's fp8 cache, None when the checkpoint has none. Raises ValueError for 0, < 0, NaN."""
+    def kv_scales(self, layer: int) -> tuple[Scale, Scale] | None:
+        """(K, V) multipliers of a layer's fp8 cache, each a float or float32 [kv_heads]; None when the checkpoint has none.
+
+        Raises ValueError for 0, < 0, NaN."""
         return pair(self._scales[layer], layer) if layer in self._scales else None
+
+    def scales_for(self, kv: str | None) -> list[tuple[Scale, Scale] | None] | None:
+        """What a cache of this type multiplies by, per layer; None for types that take no scales. Warns of layers that have
+        none, where 1.0 is used, or one that serves both, and of scales that the type does not use. Raises as
+        `kv_scales`."""
+        layers = range(self.config.get("num_hidden_layers", 0))
+        if kv != "fp8":
+            if kv == "fp8_e5m2" and self._scales:
+                warnings.warn("the checkpoint's KV scales are for fp8 (e4m3): fp8_e5m2 does not use them", stacklevel=2)
+            return None
+        scales = [self.kv_scales(layer) for layer in layers]
+        if single := [layer for layer in layers if len(self._scales.get(layer, "kv")) == 1]:
+            warnings.warn(f"layers {_ranges(single)} have only one of the K and V scales: it serves both", stacklevel=2)
+        if missing := [layer for layer in layers if scales[layer] is None]:
+            warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there", stacklevel=2)
+        elif len(layers) > 1 and all(not isinstance(s, Tensor) and s == 1.0 for pair in scales for s in pair):
+            warnings.warn("every KV scale is 1.0: whoever made the checkpoint did not calibrate", stacklevel=2)
+        return scales
+
+    def linears(self) -> dict[str, LinearSource]:
+        """What each quantized linear is, by module name."""
+        return dict(self._reading.linears)
 
     def unread(self) -> list[str]:
         """Tensors that nobody asked for. Left out are those with a reason: `ignored`."""
@@ -151,15 +188,27 @@ class Checkpoint:
         return None
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """path: a Hugging Face directory (16-bit, or quantized in one of `READERS`), or a .gguf.
+def open_checkpoint(path: str | Path, activations: str | None = None) -> Checkpoint:
+    """path: a Hugging Face directory (16-bit, or quantized in one of `READERS`), or a .gguf. activations: "int8" runs weights
+    that were made for 16-bit activations (AWQ, GPTQ, W4A16) with int8 ones, which rounds every linear's input; None: as the
+    checkpoint says.
 
     Reads headers and configs only. Raises FileNotFoundError, BrokenFile (a ValueError) for damaged files, ValueError with the
     reason for a format or scheme that is not supported.
     """
     path = Path(path)
+    if activations not in (None, "int8"):
+        raise ValueError(f"activations = {activations!r}: wants int8, or nothing for what the checkpoint says")
     if not path.exists():
         raise FileNotFoundError(f"no such checkpoint: {path} (a Hugging Face directory or a .gguf file)")
+    opened = _open(path)
+    if activations is not None:
+        opened = Checkpoint(path, opened.config, opened._store, replace(
+            opened._reading, linears=with_int8_activations(opened._reading.linears)))
+    return opened
+
+
+def _open(path: Path) -> Checkpoint:
     if file := find_gguf(path):
         store = GGUFStore(file)
         return Checkpoint(path, store.config, store, Reading())
@@ -169,12 +218,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     quantization = find_quantization(path, config)
     if not quantization:
         return Checkpoint(path, config, Store(path), Reading())
-    method = str(quantization.get("quant_method") or "").lower()
+    method = str(quantization.get("quant_method") or quantization.get("method") or "").lower()
+    method = {"sparseml": "compressed-tensors"}.get(method, method)
     if method not in READERS:
         raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16 bits are")
     store = Store(path)
     reading = READERS[method](store, quantization)
-    if not reading.linears:
+    if not reading.linears and not (method == "compressed-tensors" and quantization.get("kv_cache_scheme")):
         raise ValueError(f"{path} says it is quantized with {method} but holds no linear in that format")
     return Checkpoint(path, config, store, reading)
 
@@ -184,9 +234,9 @@ def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | No
     block = config.get("quantization_config") or config.get("compression_config")
     side = {name: _read_json(path / name) for name in SIDE_CONFIGS if (path / name).is_file()}
     if block:
-        if "hf_quant_config.json" in side:
+        if "hf_quant_config.json" in side and "modelopt" in str(block.get("quant_method") or "modelopt"):
             block = {**side["hf_quant_config.json"].get("quantization", {}), **block}
-        if not block.get("quant_method"):
+        if not block.get("quant_method") and not block.get("method"):
             method = "modelopt" if "quant_algo" in block else "compressed-tensors" if "config_groups" in block else None
             block = {**block, "quant_method": method}
         return block

@@ -8,7 +8,9 @@ packed with 2^(bits - 1) added, weights along the input, zero points along the o
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from nybble.checkpoint.reading import (
     modules_with,
 )
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import FP8, INT4, INT8, UINT4, Spec, scheme_of
+from nybble.formats.spec import FP8, INT4, INT8, PER_TOKEN_INT8, SCHEMES, UINT4, Spec, scheme_of
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
@@ -40,7 +42,20 @@ def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         block = quantization.get(key) or {}
         if block.get("format", "dense") != "dense" or block.get("config_groups"):
             raise ValueError(f"compressed-tensors {key} {block} is not supported: only dense, untransformed weights are")
-    groups = [_group(name, group, quantization) for name, group in (quantization.get("config_groups") or {}).items()]
+    groups, kv = [], kv_of_scheme(quantization.get("kv_cache_scheme"))
+    for name, group in (quantization.get("config_groups") or {}).items():
+        outputs, targets = group.get("output_activations"), group.get("targets") or []
+        if outputs and targets and all(re.search(r"[kv]_proj\$?$", target) for target in targets):
+            kv = kv_of_scheme(outputs)  # how KV scales were asked for before there was a kv_cache_scheme (until August 2024)
+            group = {**group, "output_activations": None}
+            if not group.get("weights"):
+                continue
+        if targets and not group.get("weights") and all(re.search(r"(Attention|attn)\$?$", target) for target in targets):
+            kv = kv_of_scheme(group.get("input_activations"))
+            warnings.warn(f"config group {name!r} quantizes attention: done for K and V in the cache; Q keeps 16 bits",
+                          stacklevel=2)
+            continue
+        groups.append(_group(name, group, quantization))
     ignore = quantization.get("ignore") or []
     linears = {}
     for module in modules_with(store, "weight_packed", "weight_scale"):
@@ -54,8 +69,7 @@ def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         quantized = last == "weight" and module not in linears and len(store.shape(name)) == 2 and "embed" not in module
         if quantized and not matches(module, ignore) and best_match(module, groups) is not None:
             raise ValueError(f"{module} should be quantized as {best_match(module, groups)[0]} but has no weight_scale")
-    kv, refusal = kv_of_scheme(quantization.get("kv_cache_scheme"))
-    return Reading(linears, kv, refusal)
+    return Reading(linears, *kv)
 
 
 def kv_of_scheme(scheme: dict[str, Any] | None) -> tuple[str | None, str | None]:
@@ -102,7 +116,10 @@ def _group(name: str, group: dict[str, Any], quantization: dict[str, Any]) -> tu
     weights = _args(weights, name)
     if weights["dynamic"] or (weights["type"] == "float") != (weights["num_bits"] == 8 and weights["type"] == "float"):
         raise ValueError(f"config group {name!r}: {weights['num_bits']}-bit {weights['type']} weights are not supported")
-    return group.get("targets") or [], (weights, activation_spec(group.get("input_activations"), name), form)
+    act = activation_spec(group.get("input_activations"), name)
+    if act is not None and act.num == INT8 and weights["type"] != "int":
+        raise ValueError(f"config group {name!r}: int8 activations with float weights are not supported")
+    return group.get("targets") or [], (weights, act, form)
 
 
 def _args(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -131,7 +148,13 @@ def activation_spec(given: dict[str, Any] | None, where: str = "") -> Spec | Non
     tiles = {"token": (1, None), "tensor": (None, None), "group": (1, args["group_size"])}
     if kind not in nums or args["strategy"] not in tiles:
         raise ValueError(f"config group {where!r}: {kind[1]}-bit {kind[0]} activations, {args['strategy']}, are not supported")
-    return Spec(nums[kind], tiles[args["strategy"]], zero=not args["symmetric"], dynamic=bool(args["dynamic"]))
+    act = Spec(nums[kind], tiles[args["strategy"]], zero=not args["symmetric"], dynamic=bool(args["dynamic"]))
+    if act.zero or args["dynamic"] not in (True, False) or (act.dynamic and act.tile[0] is None) or \
+            (act.num == INT8 and act != PER_TOKEN_INT8):
+        kinds = "asymmetric" if act.zero else "static" if not act.dynamic else f"dynamic, {args['strategy']},"
+        raise ValueError(f"config group {where!r}: {kinds} {kind[0]}{kind[1]} activations are not supported; int8 ones "
+                         "that are symmetric, per token and dynamic are, and symmetric FP8 ones")
+    return act
 
 
 def _linear(store: AnyStore, module: str, args: dict[str, Any], act: Spec | None, form: str) -> LinearSource:
@@ -146,7 +169,7 @@ def _linear(store: AnyStore, module: str, args: dict[str, Any], act: Spec | None
     bits, packed = args["num_bits"], store.has(name("weight_packed"))
     if packed:
         n, words = store.shape(name("weight_packed"))
-        k = _declared_shape(store, module, (n, words * 32 // bits))[1]
+        k = _declared_shape(store, module, n, words, bits)[1]
     else:
         if store.dtype(name("weight")) != torch.int8:
             raise ValueError(f"{name('weight')} is {store.dtype(name('weight'))}, not int8 as format {form!r} says")
@@ -174,8 +197,15 @@ def _linear(store: AnyStore, module: str, args: dict[str, Any], act: Spec | None
         if packed:
             codes = unpack_rows(store.tensor(name("weight_packed")), bits, k)
         else:
-            codes = (store.tensor(name("weight")).to(torch.int16) + middle).to(torch.uint8)
+            codes = store.tensor(name("weight")).to(torch.int16)
+            if bits < 8 and bool(((codes < -middle) | (codes >= middle)).any()):
+                raise ValueError(f"{name('weight')} holds codes beyond {bits} bits")
+            codes = (codes + middle).to(torch.uint8)
         zeros = None
+        if zero is None and store.has(name("weight_zero_point")):
+            spare = store.tensor(name("weight_zero_point"))  # older versions store zeros for symmetric weights too
+            if spare.dtype == torch.int8 and bool(spare.any()):
+                raise ValueError(f"{name('weight_zero_point')} is not zero, but the config says symmetric")
         if zero is not None:
             stored = store.tensor(zero)
             zeros = (unpack_rows(stored.t().contiguous(), bits, n).t().to(torch.int16) if stored.dtype == torch.int32 and packed
@@ -188,25 +218,25 @@ def _linear(store: AnyStore, module: str, args: dict[str, Any], act: Spec | None
 
     names = [name("weight_packed" if packed else "weight"), name("weight_scale"), *([name("weight_shape")] if packed else []),
              *([zero] if zero else []), *([order] if order else []), *static]
-    for spare in ("weight_zero_point",):  # older versions store zeros for symmetric weights too
-        if zero is None and store.has(name(spare)):
-            names.append(name(spare))
+    if zero is None and store.has(name("weight_zero_point")):
+        names.append(name("weight_zero_point"))
     return LinearSource((n, k), scheme_of(spec, act), tuple(names), read, input_scale)
 
 
-def _declared_shape(store: AnyStore, module: str, packed: tuple[int, int]) -> tuple[int, int]:
+def _declared_shape(store: AnyStore, module: str, n: int, words: int, bits: int) -> tuple[int, int]:
     declared = tuple(store.tensor(f"{module}.weight_shape").tolist())
-    n, most = packed
-    if len(declared) != 2 or declared[0] != n or not most - 32 < declared[1] <= most:
-        raise ValueError(f"{module}.weight_shape says {list(declared)}, but weight_packed holds [{n}, {most}]")
+    if len(declared) != 2 or declared[0] != n or words not in (-(-bits * declared[1] // 32), -(-declared[1] // (32 // bits))):
+        raise ValueError(f"{module}.weight_shape says {list(declared)}, but weight_packed holds {n} rows of {words} words")
     return declared
+
+
 
 
 def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
     """(format, weights args, input_activations args) that say what `q` and `act` are. Raises ValueError when nothing does."""
-    spec = q.spec
-    if spec.over is not None:
-        raise ValueError("compressed-tensors cannot say that group scales live on an int8 grid (QQQ g128): write it as QQQ")
+    spec = replace(q.spec, over=None)
+    if q.over is not None and not whole_steps(q):
+        raise ValueError("compressed-tensors cannot say that codes are rounded to an int8 grid (QQQ g128): write it as QQQ")
     strategy = {(None, None): "tensor", (1, None): "channel"}.get(spec.tile) or ("group" if spec.tile[0] == 1 else "block")
     kind = "float" if spec.num.kind == "float" else "int"
     weights = {"num_bits": spec.num.bits, "type": kind, "symmetric": not spec.zero, "strategy": strategy, "dynamic": False}
@@ -230,14 +260,18 @@ def _activation_args(act: Spec) -> dict[str, Any]:
     return args | ({"group_size": act.tile[1]} if strategy == "group" else {})
 
 
-def encode_linear(module: str, q: QTensor, form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode_linear(module: str, q: QTensor, form: str, dtype: torch.dtype, wide: bool = False) -> dict[str, Tensor]:
     """The tensors that hold `q` in a format that `describe_linear` chose; scales in the model's `dtype`.
 
-    Raises ValueError when a scale is not representable in it: it must be rounded before codes are chosen, not after.
+    wide: scales that it cannot hold are written in float32 (QQQ's, FP8's). Otherwise raises ValueError for them: they must be
+    rounded before codes are chosen, not after.
     """
-    scale = q.scale.to(dtype)
-    if not torch.equal(scale.float(), q.scale):
-        worst = ((scale.float() - q.scale).abs() / q.scale.abs().clamp_min(1e-30)).max()
+    exact = q.scale if q.over is None else q.scale * q.over  # whole numbers times the row's scale
+    scale = exact.to(dtype)
+    if wide and not torch.equal(scale.float(), exact):
+        scale = exact.float()
+    if not torch.equal(scale.float(), exact):
+        worst = ((scale.float() - exact).abs() / exact.abs().clamp_min(1e-30)).max()
         raise ValueError(f"{module}: rounding its scales to {dtype} changes them (by up to {worst:.1e} of their value); "
                          "quantize with scales rounded to the model's dtype")
     if q.spec.tile == (None, None):
@@ -257,6 +291,26 @@ def encode_linear(module: str, q: QTensor, form: str, dtype: torch.dtype) -> dic
     if q.order is not None:
         tensors[f"{module}.weight_g_idx"] = q.order.to(torch.int32)
     return tensors
+
+
+def on_integer_grid(q: QTensor) -> QTensor:
+    """int4 groups whose scales are whole multiples (0..16) of one step per row, as QQQ's int8 grid when every row has such a
+    step: same values, and kernels then need one float scale per row. Anything else comes back as it is."""
+    top = q.scale.amax(1, keepdim=True)
+    done, over, whole = top == 0, torch.zeros_like(top), torch.zeros_like(q.scale)
+    for most in range(1, 17):
+        step = top / most
+        count = torch.round(q.scale / step)
+        fits = ~done & ((count * step == q.scale) & (count >= 0) & (count <= 16)).all(1, keepdim=True)
+        over, whole, done = torch.where(fits, step, over), torch.where(fits, count, whole), done | fits
+    if not bool(done.all()) or bool((q.scale < 0).any()):
+        return q
+    return QTensor(SCHEMES["w4a8_qqq_g128"].weight, q.codes, whole, over=over)
+
+
+def whole_steps(q: QTensor) -> bool:
+    """Whether a weight on an int8 grid has group scales that never round: whole numbers up to 16."""
+    return bool(((q.scale == q.scale.round()) & (q.scale >= 0) & (q.scale <= 16)).all())
 
 
 def _integers(module: str, zero: Tensor) -> Tensor:
@@ -289,5 +343,5 @@ def config_groups(linears: dict[str, tuple[str, dict[str, Any], dict[str, Any] |
                                 "input_activations": act, "output_activations": None, "format": form}
     forms = {described[0] for described in linears.values()}
     return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups,
-            "format": forms.pop() if len(forms) == 1 else "mixed-precision", "ignore": sorted(plain), "kv_cache_scheme": None,
-            "global_compression_ratio": None}
+            "format": forms.pop() if len(forms) == 1 else "mixed-precision" if forms else "dense", "ignore": sorted(plain),
+            "kv_cache_scheme": None, "global_compression_ratio": None}

@@ -37,13 +37,18 @@ def read_qqq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     if bits != 4 or group not in (-1, 128) or not quantization.get("sym", True):
         raise ValueError(f"QQQ with {bits} bits, group size {group}, sym {quantization.get('sym', True)} is not supported: "
                          "4 bits, symmetric, group -1 or 128 is")
+    _warn_unknown("QQQ", quantization, f"wbits w_bit q_group_size {GPTQ_KEYS}")
     linears = {}
     for module in modules_with(store, "B"):
+        _refuse_rules(quantization, module)
         rows, words = store.shape(f"{module}.B")
         n, k = words // 2, rows * 16
         s_group = f"{module}.s_group"
         groups = store.shape(s_group) if store.has(s_group) else (0,)
         per_channel = 0 in groups
+        if per_channel != (group in (-1, k)):
+            raise ValueError(f"{module}: the config says group size {group}, but s_group is {list(groups)}: "
+                             "one of them is wrong, and the nibbles of B lie in another order for each")
         if n % 64 or words % 2 or store.shape(f"{module}.s_channel") not in ((1, n), (n,)) or \
                 not (per_channel or groups == (k // 128, n)):
             raise ValueError(f"{module}: B {[rows, words]} with s_channel {list(store.shape(f'{module}.s_channel'))} and "
@@ -70,6 +75,10 @@ def _qqq_reader(store: AnyStore, module: str, spec: Spec) -> Any:
     return read
 
 
+# [grouped][4 b + t] -> nibble, as said below
+QQQ_PLACE = ([1, 3, 5, 7, 0, 2, 4, 6], [0, 4, 1, 5, 2, 6, 3, 7])
+
+
 def qqq_nibbles(words: Tensor, grouped: bool) -> Tensor:
     """B int32 [K / 16, 2 N] -> uint8 [N, K].
 
@@ -80,10 +89,7 @@ def qqq_nibbles(words: Tensor, grouped: bool) -> Tensor:
     nibbles = (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
     # axes: row, n / 64, n % 8, k % 16 / 4, n / 16 % 4, nibble
     nibbles = nibbles.to(torch.uint8).view(rows, width // 128, 8, 4, 4, 8)
-    b, t = torch.arange(2)[:, None], torch.arange(4)[None, :]
-    e = 4 * b + t
-    place = e // 2 + 4 * (e % 2) if grouped else 2 * t + 1 - b
-    nibbles = nibbles[..., place.flatten()].view(rows, width // 128, 8, 4, 4, 2, 4)
+    nibbles = nibbles[..., QQQ_PLACE[grouped]].view(rows, width // 128, 8, 4, 4, 2, 4)
     # n = 64 a1 + 16 a4 + 8 b + a2; k = 16 a0 + 4 a3 + t
     return nibbles.permute(1, 4, 5, 2, 0, 3, 6).reshape(width // 2, rows * 16)
 
@@ -93,26 +99,36 @@ AWQ_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_awq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
-    """AutoAWQ 4-bit, versions gemm and gemv: unsigned codes and zero points as they are, value = (q - z) * s."""
+    """AutoAWQ 4-bit, versions gemm, gemv and gemv_fast (llm-awq's): unsigned codes and zero points, value = (q - z) * s."""
     bits = _one(quantization, ("bits", "w_bit"), 4)
     group = _group_size(quantization)
-    version = str(quantization.get("version", "gemm")).lower()
-    if bits != 4 or version not in ("gemm", "gemv"):
-        raise ValueError(f"AWQ with {bits} bits, version {version!r} is not supported: 4 bits, gemm or gemv are")
+    version = str(_one(quantization, ("version", "format", "checkpoint_format"), "gemm")).lower()
+    version = {"llm-awq": "gemv_fast", "exllama": "gemm", "ipex": "gemm", "awq": "gemm"}.get(version, version)
+    if bits != 4 or version not in AWQ_READERS:
+        raise ValueError(f"AWQ with {bits} bits, version {version!r} is not supported: 4 bits, {', '.join(AWQ_READERS)} are")
+    _warn_unknown("AWQ", quantization, f"""w_bit q_group_size zero_point modules_to_not_convert do_fuse fuse_max_seq_len
+        modules_to_fuse {GPTQ_KEYS}""")
     zero_point = quantization.get("zero_point", True)
     skipped = quantization.get("modules_to_not_convert") or []
     linears = {}
     for module in modules_with(store, "qweight"):
-        if any(part in module for part in skipped):
+        _refuse_rules(quantization, module)
+        if _excluded(module, skipped):
             raise ValueError(f"{module} is quantized but modules_to_not_convert {skipped} says it is not")
         rows, columns = store.shape(f"{module}.qweight")
-        n, k = (columns * 8, rows) if version == "gemm" else (rows, columns * 8)
+        n, k = {"gemm": (columns * 8, rows), "gemv": (rows, columns * 8), "gemv_fast": (rows * 4, columns)}[version]
+        if store.dtype(f"{module}.qweight") != (torch.int16 if version == "gemv_fast" else torch.int32):
+            raise ValueError(f"{module}.qweight is {store.dtype(f'{module}.qweight')}, which AWQ version {version!r} is not")
         size = group if group is not None and group < k else None
-        spec = Spec(integer_spec(4, size, True).num, (1, size), zero=True) if zero_point else integer_spec(4, size, False)
+        spec = integer_spec(4, size, zero_point or store.has(f"{module}.qzeros"))
         names = tuple(f"{module}.{last}" for last in ("qweight", "scales", "qzeros") if store.has(f"{module}.{last}"))
         if zero_point and f"{module}.qzeros" not in names:
             raise ValueError(f"{module} has no qzeros, but the config says zero_point")
-        reader = _awq_gemm if version == "gemm" else _awq_gemv
+        groups, stored = 1 if size is None else -(-k // size), store.shape(f"{module}.scales")
+        if stored != (groups, n) if version == "gemm" else stored[::-1 if version == "gemv_fast" else 1][0] != n:
+            raise ValueError(f"{module}.scales has shape {list(stored)}, which fits no AWQ {version} weight [{n}, {k}] in "
+                             f"groups of {size}")
+        reader = AWQ_READERS[version]
         linears[module] = LinearSource((n, k), scheme_of(spec, None), names, partial(reader, store, module, spec, (n, k)))
     return Reading(linears)
 
@@ -138,20 +154,45 @@ def _awq_gemv(store: AnyStore, module: str, spec: Spec, shape: tuple[int, int]) 
     return from_unsigned(unpack_rows(store.tensor(f"{module}.qweight"), 4, k), 4, scale, zero, spec.group)
 
 
+def _awq_gemv_fast(store: AnyStore, module: str, spec: Spec, shape: tuple[int, int]) -> QTensor:
+    """Four rows interleaved in int16 words, 64 input channels at a time: word w, nibble i holds position p = 4 w + i of row
+    p / 64, and position p % 32 = 8 b + 4 c + a there is input channel 8 a + 2 b + c. Zeros are stored as -zero * scale."""
+    n, k = shape
+    words = store.tensor(f"{module}.qweight").view(n // 4, k // 64, 64, 1)
+    nibbles = ((words >> torch.arange(0, 16, 4, dtype=torch.int16)) & 15).to(torch.uint8)
+    rows = nibbles.view(n // 4, k // 64, 4, 64).transpose(1, 2).reshape(n, k // 32, 4, 2, 4)
+    codes = rows.permute(0, 1, 4, 2, 3).reshape(n, k)
+    groups = 1 if spec.group is None else -(-k // spec.group)
+    stored = check_scale(store.tensor(f"{module}.scales")[:groups], f"{module}.scales").t()
+    scale, zero = stored.float(), None
+    if spec.zero:
+        offset = store.tensor(f"{module}.qzeros")[:groups].t()
+        zero = torch.where(scale > 0, torch.round(-offset.float() / scale), 0)
+        if not torch.equal((-(zero * scale)).to(offset.dtype), offset) or bool(((zero < 0) | (zero > 15)).any()):
+            raise ValueError(f"{module}.qzeros are no whole zero points times its scales")
+    return from_unsigned(codes, 4, scale, zero, spec.group)
+
+
+AWQ_READERS = {"gemm": _awq_gemm, "gemv": _awq_gemv, "gemv_fast": _awq_gemv_fast}
+
+
 def read_gptq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     """GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel store it: 2, 3, 4 or 8 bits, v1 (zeros minus one) or v2.
 
     A symmetric checkpoint labelled with the wrong version is read by what it holds, with a warning.
     """
-    bits = quantization.get("bits", 4)
-    symmetric, version = quantization.get("sym", True), _gptq_version(quantization)
-    group = _group_size(quantization)
-    if bits not in (2, 3, 4, 8):
-        raise ValueError(f"GPTQ with {bits} bits is not supported (2, 3, 4 and 8 are)")
-    if quantization.get("dynamic"):
-        _refuse_dynamic(store, quantization["dynamic"])
+    version = _gptq_version(quantization)
+    if quantization.get("is_marlin_format") or quantization.get("pack_dtype") not in (None, "int32"):
+        raise ValueError("GPTQ in a kernel's own layout (is_marlin_format, pack_dtype) is not supported; int32 v1 and v2 are")
+    _warn_unknown("GPTQ", quantization, GPTQ_KEYS)
     linears = {}
     for module in modules_with(store, "qweight"):
+        own = _gptq_rules(quantization, module)
+        bits, symmetric, group = own.get("bits", 4), own.get("sym", True), _group_size(own)
+        if bits not in (2, 3, 4, 8):
+            raise ValueError(f"{module}: GPTQ with {bits} bits is not supported (2, 3, 4 and 8 are)")
+        if store.dtype(f"{module}.qweight") != torch.int32:
+            raise ValueError(f"{module}.qweight is {store.dtype(f'{module}.qweight')}; GPTQ packs into int32 words")
         rows, n = store.shape(f"{module}.qweight")
         k = rows * 32 // bits
         size = group if group is not None and group < k else None
@@ -161,6 +202,8 @@ def read_gptq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
                              f"[{n}, {k}] in groups of {size} want [{groups}, {n}]")
         spec = integer_spec(bits, size, not symmetric)
         names = tuple(f"{module}.{last}" for last in ("qweight", "qzeros", "scales", "g_idx") if store.has(f"{module}.{last}"))
+        if own.get("desc_act") and groups > 1 and f"{module}.g_idx" not in names:
+            raise ValueError(f"{module} has no g_idx, but the config says desc_act: which channel is in which group is unknown")
         linears[module] = LinearSource(
             (n, k), scheme_of(spec, None), names,
             partial(_gptq, store, module, spec, bits, version, (n, k), _by_gptqmodel(quantization)))
@@ -175,29 +218,37 @@ def _gptq(store: AnyStore, module: str, spec: Spec, bits: int, version: int, sha
     order = store.tensor(f"{module}.g_idx") if store.has(f"{module}.g_idx") else None
     if order is not None and not bool(order.any()):
         order = None  # all zeros: written by tools that do not reorder
-    zeros = store.tensor(f"{module}.qzeros")
-    stored = unpack_rows(zeros, bits, n)
-    middle, mask = 1 << (bits - 1), (1 << bits) - 1
-    if not spec.zero:
-        values = stored.unique().tolist()
-        if values not in ([middle - 1], [middle]):
-            raise ValueError(f"{module}: the config says symmetric, but its stored zero points are {values[:8]}: "
-                             f"symmetric {bits}-bit ones are all {middle - 1} (v1) or all {middle} (v2)")
-        if values != [middle + version - 2]:
-            warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{3 - version}'s: read as these",
+    if order is not None and (order.shape != (k,) or int(order.min()) < 0 or int(order.max()) >= scale.shape[1]):
+        raise ValueError(f"{module}.g_idx does not name one of {scale.shape[1]} groups for each of {k} input channels")
+    zeros, middle = store.tensor(f"{module}.qzeros"), 1 << (bits - 1)
+    labelled = 2 if version == 2 else "1, subtracted from words," if by_gptqmodel else 1
+    zero = gptq_zeros(zeros, bits, n, labelled)
+    if spec.zero:
+        return from_unsigned(codes, bits, scale, zero.t(), spec.group, order)
+    if not bool((zero == middle).all()):
+        fits = [v for v in (1, 2, "1, subtracted from words,") if bool((gptq_zeros(zeros, bits, n, v) == middle).all())]
+        if not fits:
+            raise ValueError(f"{module}: the config says symmetric, but its zero points are {zero.unique().tolist()[:8]}, not "
+                             f"all {middle}")
+        if version == 2 or fits[0] == 2:
+            warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{fits[0]}'s: read as these",
                           stacklevel=2)
-        return from_unsigned(codes, bits, scale, None, spec.group, order)
-    if version == 1 and by_gptqmodel:
-        # GPTQModel subtracts one from each field of a whole word at once, with borrows: only a whole-word addition undoes it.
-        ones = sum(1 << (bits * i) for i in range(32 // bits)) if 32 % bits == 0 else None
-        if ones is not None:
-            words = (zeros.to(torch.int64) + ones) & 0xFFFFFFFF
-            stored = unpack_rows(torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32), bits, n)
-        else:
-            stored = (stored + 1) & mask
-    elif version == 1:
-        stored = (stored + 1) & mask
-    return from_unsigned(codes, bits, scale, stored.t(), spec.group, order)
+    return from_unsigned(codes, bits, scale, None, spec.group, order)
+
+
+# What GPTQModel subtracts from whole words of v1 zero points, with borrows across fields; its three for 3 bits meet the fields
+# at other places than at their ones. Only adding them back undoes it.
+GPTQMODEL_OFFSETS = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
+
+
+def gptq_zeros(words: Tensor, bits: int, n: int, version: int | str) -> Tensor:
+    """qzeros int32 [groups, words] -> uint8 [groups, N]. version: 2 stores them, 1 stores one less in each field, the other is
+    GPTQModel's 1."""
+    if version in (1, 2):
+        return (unpack_rows(words, bits, n) + (2 - int(version))) & ((1 << bits) - 1)
+    offsets = GPTQMODEL_OFFSETS[bits]
+    added = words.to(torch.int64) + torch.tensor(offsets)[torch.arange(words.shape[1]) % len(offsets)]
+    return unpack_rows(added.to(torch.uint32).view(torch.int32), bits, n)
 
 
 def _gptq_version(quantization: dict[str, Any]) -> int:
@@ -213,32 +264,57 @@ def _by_gptqmodel(quantization: dict[str, Any]) -> bool:
     return any("gptqmodel" in str(maker).lower() for maker in ([makers] if isinstance(makers, str) else makers))
 
 
-def _refuse_dynamic(store: AnyStore, rules: dict[str, Any]) -> None:
-    """Per-module overrides are honoured where they only leave modules alone ("-:regex"); others would change bits silently."""
-    for rule, changed in rules.items():
-        pattern = rule.removeprefix("+:").removeprefix("-:")
-        if not rule.startswith("-:") and changed and any(re.match(pattern, m) for m in modules_with(store, "qweight")):
-            raise ValueError(f"GPTQ with per-module overrides ({rule!r}: {changed}) is not supported")
+GPTQ_KEYS = """bits group_size desc_act sym checkpoint_format format lm_head true_sequential static_groups damp_percent
+    damp_auto_increment pack_dtype dynamic modules_in_block_to_quantize meta is_marlin_format model_name_or_path
+    model_file_base_name model_name model_seqlen
+    block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id
+    use_cuda_fp16 use_exllama exllama_config disable_exllama max_input_length cache_block_outputs tokenizer dataset mse
+    act_group_aware hyb_act backend quant_linear_cls parallel_packing offload_to_disk offload_to_disk_path adapter v2 gptaq
+    rotation process mock_quantization failsafe compute_device_filter modules_to_not_convert"""
+
+
+def _refuse_rules(quantization: dict[str, Any], module: str) -> None:
+    if _gptq_rules(quantization, module) is not quantization:
+        raise ValueError(f"{module}: settings for single modules (dynamic) are honoured for GPTQ only")
+
+
+def _gptq_rules(quantization: dict[str, Any], module: str) -> dict[str, Any]:
+    """The settings of one module: GPTQModel's `dynamic` maps "+:regex" (or "regex") to overrides, "-:regex" to not at all."""
+    for rule, changes in (quantization.get("dynamic") or {}).items():
+        if re.match(rule.removeprefix("+:").removeprefix("-:"), module):
+            if rule.startswith("-:"):
+                raise ValueError(f"{module} is quantized, but the config's dynamic rule {rule!r} says it is not")
+            return {**quantization, **(changes or {})}
+    return quantization
 
 
 def read_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     """quant_method "fp8": AutoFP8 (one scale per tensor) and DeepSeek or Qwen blocks (`weight_scale_inv`, a multiplier)."""
     scheme = quantization.get("activation_scheme", "dynamic")
     block = quantization.get("weight_block_size")
-    if scheme not in ("static", "dynamic") or quantization.get("fmt", "e4m3") != "e4m3":
+    if scheme not in ("static", "dynamic") or str(quantization.get("fmt") or "e4m3").lower() not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"FP8 with activation_scheme {scheme!r}, fmt {quantization.get('fmt')!r} is not supported")
+    if quantization.get("scale_fmt"):
+        raise ValueError(f"FP8 with scale_fmt {quantization['scale_fmt']!r}: rounding activation scales is not supported")
+    _warn_unknown("FP8", quantization, f"""activation_scheme weight_block_size fmt scale_fmt weight_scale_semantics
+        ignored_layers kv_cache_scheme is_checkpoint_fp8_serialized weight_scale_method {GPTQ_KEYS}""")
     if (quantization.get("meta") or {}).get("weight_scale_semantics") or quantization.get("weight_scale_semantics"):
         divide = "inverse" in str(quantization.get("weight_scale_semantics") or quantization["meta"]["weight_scale_semantics"])
     else:
         divide = _by_gptqmodel(quantization)
     act = Spec(FP8, (None, None)) if scheme == "static" else Spec(FP8, (1, block[1]), dynamic=True) if block else PER_TOKEN_FP8
+    if "activation_scheme" not in quantization and "weight_scale_method" in quantization:
+        act = None  # GPTQModel's FP8 is weights only
     last = "weight_scale_inv" if modules_with(store, "weight_scale_inv") else "weight_scale"
     linears = {module: float_weight(store, module, f"{module}.{last}", act, tuple(block) if block else None,
                                     divide=divide and last == "weight_scale_inv", input_scale=_input_scale(store, module, act))
                for module in modules_with(store, last)}
-    _check_all_scaled(store, linears)
-    kv = "fp8" if quantization.get("kv_cache_scheme") == "static" else None
-    return Reading(linears, kv)
+    _check_all_scaled(store, linears, quantization)
+    scheme = quantization.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        return Reading(linears, *kv_of_scheme(scheme))
+    refusal = f"its kv_cache_scheme is {scheme!r}: only static is supported; choose a KV type, e.g. --kv int8"
+    return Reading(linears, "fp8" if scheme == "static" else None, refusal if scheme not in (None, "static") else None)
 
 
 def read_fbgemm_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
@@ -248,9 +324,13 @@ def read_fbgemm_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         raise ValueError(f"fbgemm_fp8 with activation_scale_ub {bound}: clipping activations is not supported")
     linears = {module: float_weight(store, module, f"{module}.weight_scale", PER_TOKEN_FP8)
                for module in modules_with(store, "weight_scale")}
-    spare = {f"{module}.input_scale_ub": "its bound of 1200 is beyond what activations reach" for module in linears
-             if store.has(f"{module}.input_scale_ub")}
-    _check_all_scaled(store, linears)
+    spare = {}
+    for name in (f"{module}.input_scale_ub" for module in linears if store.has(f"{module}.input_scale_ub")):
+        if float(store.tensor(name).float().min()) < 1200.0:
+            raise ValueError(f"{name} is {store.tensor(name).tolist()}: clipping activations there is not supported")
+        spare[name] = "its bound of 1200 or more is beyond what activations reach"
+    _warn_unknown("fbgemm_fp8", quantization, "activation_scale_ub modules_to_not_convert")
+    _check_all_scaled(store, linears, quantization)
     return Reading(linears, ignored=spare)
 
 
@@ -263,13 +343,13 @@ def read_modelopt(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     excluded = quantization.get("ignore") or quantization.get("exclude_modules") or []
     linears = {}
     for module in modules_with(store, "weight_scale"):
-        if any(fnmatch.fnmatchcase(module, pattern) for pattern in excluded):
+        if _excluded(module, excluded):
             raise ValueError(f"{module} has a weight_scale although the config excludes it ({excluded})")
         if store.has(f"{module}.pre_quant_scale"):
             raise ValueError(f"{module}.pre_quant_scale: ModelOpt's AWQ scales are not supported")
         linears[module] = float_weight(store, module, f"{module}.weight_scale", act,
                                        input_scale=_input_scale(store, module, act))
-    _check_all_scaled(store, linears)
+    _check_all_scaled(store, linears, quantization)
     scheme, algo = quantization.get("kv_cache_scheme"), quantization.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         kv, refusal = kv_of_scheme(scheme)
@@ -289,11 +369,30 @@ def read_quark(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         raise ValueError(f"Quark with weight {weight}, input {inputs} is not supported: fp8_e4m3 per tensor or channel is")
     dynamic = bool((inputs or {}).get("is_dynamic"))
     act = None if inputs is None else PER_TOKEN_FP8 if dynamic else Spec(FP8, (None, None))
+    if whole.get("output_tensors") or whole.get("bias") or quantization.get("softmax_quant_spec"):
+        raise ValueError("Quark with quantized outputs, biases or softmax is not supported: weights and inputs are")
+    outputs: list[Any] = []
+    for pattern, layer in (quantization.get("layer_quant_config") or {}).items():
+        differs = [key for key in ("weight", "input_tensors") if _essence(layer.get(key)) != _essence(whole.get(key))]
+        if differs or layer.get("bias") or (layer.get("output_tensors") and not re.search("[kv]_proj", pattern)):
+            raise ValueError(f"Quark's layer_quant_config {pattern!r} differs from the rest in {differs or 'its outputs'}, "
+                             "which is not supported")
+        outputs += [layer["output_tensors"]] if layer.get("output_tensors") else []
+    outputs += [layer["output_tensors"] for layer in (quantization.get("kv_cache_quant_config") or {}).values()
+                if layer.get("output_tensors")]
+    if wrong := [spec for spec in outputs if (spec.get("dtype"), spec.get("qscheme")) != ("fp8_e4m3", "per_tensor")]:
+        refusal = f"its KV cache is {wrong[0].get('dtype')} {wrong[0].get('qscheme')}: choose one, e.g. --kv int8"
     linears = {module: float_weight(store, module, f"{module}.weight_scale", act, input_scale=_input_scale(store, module, act))
                for module in modules_with(store, "weight_scale")}
-    _check_all_scaled(store, linears)
-    kv = "fp8" if (quantization.get("export") or {}).get("kv_cache_group") else None
-    return Reading(linears, kv)
+    _check_all_scaled(store, linears, quantization)
+    kv = "fp8" if (outputs or (quantization.get("export") or {}).get("kv_cache_group")) and not wrong else None
+    return Reading(linears, kv, refusal if wrong else None)
+
+
+def _essence(spec: dict[str, Any] | None) -> Any:
+    """What of a Quark tensor spec changes numbers."""
+    keys = ("dtype", "qscheme", "is_dynamic", "group_size", "symmetric")
+    return None if spec is None else tuple(spec.get(key) or None for key in keys)
 
 
 def _input_scale(store: AnyStore, module: str, act: Spec | None) -> str | None:
@@ -306,10 +405,41 @@ def _input_scale(store: AnyStore, module: str, act: Spec | None) -> str | None:
     return None
 
 
-def _check_all_scaled(store: AnyStore, linears: dict[str, LinearSource]) -> None:
+def _check_all_scaled(store: AnyStore, linears: dict[str, LinearSource], quantization: dict[str, Any]) -> None:
+    skipped = [pattern for key in ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules", "exclude")
+               for pattern in quantization.get(key) or []]
+    plain = []
     for name in store.names():
-        if store.dtype(name) in (torch.float8_e4m3fn, torch.float8_e5m2) and name.rpartition(".")[0] not in linears:
+        module, _, last = name.rpartition(".")
+        if last != "weight" or module in linears:
+            continue
+        if store.dtype(name) in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise ValueError(f"{name} is FP8 but has no scale beside it: its values cannot be known")
+        if module.endswith("_proj") and len(store.shape(name)) == 2 and not _excluded(module, skipped):
+            plain.append(module)
+    if plain and linears:
+        warnings.warn(f"{len(plain)} linears have 16 bits though the config excludes them nowhere (e.g. {plain[0]}): "
+                      "they run in 16 bits", stacklevel=2)
+
+
+def _excluded(module: str, patterns: list[str]) -> bool:
+    """Names or whole parts of names, "re:" regexes, and wildcards, where path* is path and what is below it, not path1."""
+
+    def fits(pattern: str) -> bool:
+        if pattern.startswith("re:"):
+            return re.match(pattern[3:], module) is not None
+        if "*" not in pattern.removesuffix("*"):
+            return f".{pattern.removesuffix('*').strip('.')}." in f".{module}."
+        return fnmatch.fnmatchcase(module, pattern)
+
+    return any(map(fits, patterns))
+
+
+def _warn_unknown(method: str, quantization: dict[str, Any], known: str) -> None:
+    """Numbers are known from the tensors; a key that this version does not know is said, not skipped."""
+    always = {"quant_method", "method", "producer", "version", *known.split()}
+    if unknown := sorted(key for key, value in quantization.items() if key not in always and value is not None):
+        warnings.warn(f"{method} config keys that are not understood and not used: {', '.join(unknown)}", stacklevel=2)
 
 
 def _group_size(quantization: dict[str, Any]) -> int | None:

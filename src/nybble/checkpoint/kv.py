@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from nybble.checkpoint.reading import AnyStore
 from nybble.text.errors import BrokenFile
@@ -27,8 +28,9 @@ NAMES = tuple((re.compile(pattern + "$"), role) for pattern, role in (
     (r"\.[kv]_proj\.[kv]_bias", "bias"),
 ))
 SIDE_FILE = "kv_cache_scales.json"  # legacy vLLM and SGLang
-# A scale made so that the largest value lands on fnuz's 240 is widened to e4m3fn's 448: never clips, whoever made it.
-FNUZ_TO_E4M3 = 240.0 / 448.0
+# (encoding a scale was made for, encoding it is used on) -> factor. A scale made so that the largest value lands on fnuz's 240
+# is widened to e4m3fn's 448 and never clips, whoever made it. The other way, the same byte means half as much on fnuz: doubled.
+FNUZ_FACTORS = {("e4m3fnuz", "e4m3fn"): 240.0 / 448.0, ("e4m3fn", "e4m3fnuz"): 2.0}
 TORCH_NAMES = {"float8_e4m3fn": "fp8", "float8_e4m3fnuz": "fp8", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8",
                "float8_e5m2": "fp8_e5m2", "fp8_e5m2": "fp8_e5m2"}
 
@@ -40,10 +42,14 @@ def role_of(name: str) -> str | None:
     return next((role for pattern, role in NAMES if pattern.search(name)), None)
 
 
-def read_scales(path: Path, store: AnyStore, factor: float = 1.0) -> dict[int, dict[str, float]]:
-    """{layer: {"k": scale, "v": scale}} with what there is. Raises ValueError for affine KV, which nothing here can serve."""
-    found: dict[int, dict[str, float]] = {}
-    wide = []
+Scale = float | Tensor  # one for all heads, or float32 [kv_heads]
+
+
+def read_scales(path: Path, store: AnyStore, heads: int | None, factor: float = 1.0) -> dict[int, dict[str, Scale]]:
+    """{layer: {"k": scale, "v": scale}} with what there is. heads: of K and V (None: not known).
+
+    Raises ValueError for affine KV, which nothing here can serve, and for scales of another shape."""
+    found: dict[int, dict[str, Scale]] = {}
     for name in store.names():
         role = role_of(name)
         if role == "bias" or (role == "zero" and bool(store.tensor(name).count_nonzero())):
@@ -52,28 +58,27 @@ def read_scales(path: Path, store: AnyStore, factor: float = 1.0) -> dict[int, d
         layer = LAYER.search(name)
         if role not in ("k", "v", "kv") or layer is None:
             continue
-        values = store.tensor(name).float().flatten()
-        if values.numel() > 1:
-            wide.append(name)
+        values, shape = store.tensor(name).float().flatten() * factor, store.shape(name)
+        if values.numel() != 1 and (values.numel() != max(shape) or heads not in (None, values.numel())):
+            raise ValueError(f"{name} has shape {list(shape)}: wants one scale, or one per KV head ({heads})")
+        value = float(values[0]) if bool((values == values[0]).all()) else values
         for side in role:
             # The specific name wins over the shared one, in whatever order they come.
             if role != "kv" or side not in found.get(int(layer[1]), {}):
-                found.setdefault(int(layer[1]), {})[side] = float(values.max()) * factor if values.numel() else math.nan
-    if wide:
-        warnings.warn(f"{len(wide)} KV scales are per head (e.g. {wide[0]}): the largest of a layer is used for all its heads",
-                      stacklevel=2)
+                found.setdefault(int(layer[1]), {})[side] = value
     for layer, scale in _side_file(path).items():
         found.setdefault(layer, {"k": scale, "v": scale})
     return found
 
 
-def pair(scales: dict[str, float], layer: int) -> tuple[float, float]:
+def pair(scales: dict[str, Scale], layer: int) -> tuple[Scale, Scale]:
     """(K, V). Only one of the two serves both. Raises ValueError for a value that is no scale."""
-    k, v = scales.get("k", scales.get("v")), scales.get("v", scales.get("k"))
-    for side, value in (("K", k), ("V", v)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"layer {layer} has {side} scale {value}: its calibration is broken (a layer that was never run); "
-                             "calibrate again, or serve with --kv int8")
+    k, v = (scales[side] if side in scales else scales[other] for side, other in ("kv", "vk"))
+    for side, scale in (("K", k), ("V", v)):
+        for value in scale.tolist() if isinstance(scale, Tensor) else [scale]:
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"layer {layer} has {side} scale {value}: its calibration is broken (a layer that was never "
+                                 "run); calibrate again, or serve with --kv int8")
     return k, v
 
 

@@ -30,6 +30,10 @@ def unpack_rows(words: Tensor, bits: int, count: int) -> Tensor:
     """int32 words [N, W] -> uint8 [N, count]. Raises ValueError when the words are too few or too many for `count`."""
     n, width = words.shape
     if width != -(-bits * count // 32):
+        per_word = 32 // bits
+        if 32 % bits and width == -(-count // per_word):  # compressed-tensors until 2026: only whole values in a word
+            fields = (words[..., None] >> torch.arange(0, per_word * bits, bits, dtype=torch.int32)) & ((1 << bits) - 1)
+            return fields.view(n, -1)[:, :count].to(torch.uint8)
         raise ValueError(f"{width} words per row cannot be {count} values of {bits} bits")
     packed = words.contiguous().view(torch.uint8)
     if 32 % bits == 0:

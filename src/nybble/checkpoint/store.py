@@ -1,24 +1,39 @@
-"""Tensors of a safetensors directory by name: single file or shards, memory-mapped, nothing read before it is asked for.
+"""Tensors of a safetensors directory by name: single file or shards, nothing read before it is asked for.
 
-It knows no format and no model. Pickled weights (.bin, .pt) are never loaded: they can run code.
+A tensor is read from its place in the file into memory of its own, never mapped: what was given back does not count against
+the process any more, so loading takes what stays plus one tensor. It knows no format and no model. Pickled weights (.bin, .pt)
+are never loaded: they can run code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nybble.text.errors import BrokenFile
 
 INDEX = "model.safetensors.index.json"
+LARGEST_HEADER = 100_000_000
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+class Place(NamedTuple):
+    """Where a tensor is. dtype: None for one that torch or Nybble does not have (`kind` names it)."""
+
+    file: Path
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    kind: str
 
 
 class MissingTensor(KeyError, ValueError):
@@ -32,48 +47,82 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file_of: dict[str, Any] = {}
-        self._info: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._places: dict[str, Place] = {}
         listed = _index(path)
         for file in _files(path, listed):
-            try:
-                opened = safe_open(str(file), framework="pt", device="cpu")
-                names = opened.keys()
-            except (SafetensorError, OSError, ValueError) as error:
-                raise BrokenFile(file, str(error)) from error
-            for name in names:
-                if name in self._file_of:
+            for name, place in read_header(file).items():
+                if name in self._places:
                     raise BrokenFile(file, f"tensor {name!r} is already in another shard")
-                view = opened.get_slice(name)
-                kind = view.get_dtype()
-                if kind not in DTYPES:
-                    raise ValueError(f"{file}: tensor {name!r} has dtype {kind}, which is not supported")
-                self._file_of[name] = opened
-                self._info[name] = (tuple(view.get_shape()), DTYPES[kind])
-        if missing := [name for name in listed if name not in self._file_of]:
+                self._places[name] = place
+        if missing := [name for name in listed if name not in self._places]:
             raise BrokenFile(path / INDEX, f"{len(missing)} tensors it lists are in no shard, e.g. {missing[0]!r}")
 
     def names(self) -> list[str]:
-        return list(self._info)
+        return list(self._places)
 
     def has(self, name: str) -> bool:
-        return name in self._info
+        return name in self._places
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._at(name)[0]
+        return self._at(name).shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._at(name)[1]
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._at(name).dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Its pages are read from disk when touched. Raises KeyError naming what is missing."""
-        self._at(name)
-        return self._file_of[name].get_tensor(name)
+        """Raises KeyError naming what is missing, ValueError for a dtype that is not supported."""
+        place = self._at(name)
+        if place.dtype is None:
+            raise ValueError(f"{place.file}: tensor {name!r} has dtype {place.kind}, which is not supported")
+        raw = np.fromfile(place.file, np.uint8, place.size, offset=place.offset)
+        if raw.size != place.size:
+            raise BrokenFile(place.file, f"it ends within tensor {name!r}")
+        return torch.from_numpy(raw).view(place.dtype).reshape(place.shape)
 
-    def _at(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        if name not in self._info:
-            raise MissingTensor(f"{self.path} has no tensor {name!r}{_close(name, self._info)}")
-        return self._info[name]
+    def _at(self, name: str) -> Place:
+        if name not in self._places:
+            raise MissingTensor(f"{self.path} has no tensor {name!r}{_close(name, self._places)}")
+        return self._places[name]
+
+
+def read_header(file: Path) -> dict[str, Place]:
+    """The tensors of one safetensors file. Raises BrokenFile for a header that does not describe exactly the bytes after it."""
+    try:
+        with file.open("rb") as opened:
+            length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
+            if size < 8 or length > min(size - 8, LARGEST_HEADER):
+                raise ValueError(f"its header of {length} bytes does not fit in the file's {size}: it is cut short, or no "
+                                 "safetensors file")
+            entries = json.loads(opened.read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
+        return _places(file, entries, 8 + length, size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenFile(file, str(error)) from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"its header names {twice!r} twice")
+    return found
+
+
+def _places(file: Path, entries: dict[str, Any], start: int, size: int) -> dict[str, Place]:
+    places, end = {}, 0
+    entries.pop("__metadata__", None)
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        kind, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype = DTYPES.get(kind)
+        if not all(isinstance(side, int) and side >= 0 for side in (*shape, first, last)) or first != end or last < first:
+            raise ValueError(f"tensor {name!r}, {kind} {list(shape)}, is said to lie in bytes {first} to {last}, after {end}")
+        if dtype is not None and math.prod(shape) * dtype.itemsize != last - first:
+            raise ValueError(f"tensor {name!r}, {kind} {list(shape)}, cannot take {last - first} bytes")
+        places[name] = Place(file, start + first, last - first, shape, dtype, kind)
+        end = last
+    if start + end != size:
+        raise ValueError(f"its tensors end at byte {start + end}, the file at {size}: it is cut short or damaged")
+    return places
 
 
 def _close(name: str, names: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Writing a compressed-tensors checkpoint that vLLM, SGLang and transformers read, tokenizer and chat template included.
+"""Writing checkpoints that others read: compressed-tensors, QQQ, GPTQ or AWQ, tokenizer and chat template included.
 
 Tensors are taken one at a time and leave memory with their shard. The directory appears under its name only when it is
 complete: until then it is NAME.partial.
@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nybble.checkpoint.checkpoint import Checkpoint
-from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear
 from nybble.checkpoint.kv import role_of
 from nybble.checkpoint.store import INDEX
+from nybble.checkpoint.writers import WRITERS
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, Scheme
 from nybble.text import load_tokenizer
@@ -36,53 +36,79 @@ STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "k
 
 def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor | QTensor]],
                      schemes: Mapping[str, Scheme], kv: str | None, source: Checkpoint, recipe: Mapping[str, Any],
-                     shard_bytes: int = SHARD_BYTES) -> None:
+                     shard_bytes: int = SHARD_BYTES, format: str = "compressed-tensors", kv_format: str | None = None,
+                     wide: bool = False) -> None:
     """out: a directory, replaced if Nybble wrote it. config: of the source. tensors: (parameter name, value), any order;
-    quantized linears as `QTensor` whose scales the model's dtype can hold; FP8 KV scales as "...self_attn.k_scale",
-    "...v_scale". schemes: by linear module, for what its activations are. kv: key of `formats.spec.KV` to serve with. recipe:
-    how it was made, for the record.
+    quantized linears as `QTensor` whose scales the model's dtype can hold (wide: or float32, where the format can); FP8 KV
+    scales as "...self_attn.k_scale", "...v_scale", one number or one per head. schemes: by linear module, for what its
+    activations are. kv: key of `formats.spec.KV` to serve with. recipe: how it was made, for the record. format: a key of
+    `writers.WRITERS`. kv_format: "tgi" writes KV scales as `kv_scale` (the larger of the two) and `kv_cache_torch_dtype`.
 
-    Raises FileExistsError for a directory that is not ours, ValueError for what compressed-tensors cannot say, and leaves
-    nothing behind then.
+    Raises FileExistsError for a directory that is not ours, ValueError for what the format cannot say, and leaves nothing
+    behind then.
     """
     out = Path(out)
-    _check_target(out, source)
+    check_target(out, source)
     if kv is not None and kv not in KV:
         raise ValueError(f"KV cache {kv!r} is not known; {', '.join(KV)} are")
+    if format not in WRITERS or kv_format not in (None, "tgi"):
+        raise ValueError(f"format {kv_format or format!r} is not written; {', '.join(WRITERS)} are, and KV scales as tgi")
+    writer = WRITERS[format]
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         dtype = source.dtype
-        described, plain, scales = {}, [], set()
+        described, plain, scales, pending = {}, [], {}, {}
         shards = _Shards(partial, shard_bytes)
         for name, value in tensors:
             module, _, last = name.rpartition(".")
             if isinstance(value, QTensor):
                 scheme = schemes.get(module)
-                described[module] = describe_linear(value, scheme.act if scheme else None)
-                for encoded in encode_linear(module, value, described[module][0], dtype).items():
-                    shards.add(*encoded)
+                try:
+                    described[module] = writer.describe(value, scheme.act if scheme else None)
+                    encoded = writer.encode(module, value, described[module], dtype, wide)
+                except ValueError as error:
+                    named = str(error) if str(error).startswith(module) else f"{module}: {error}"
+                    raise ValueError(f"{named} (writing {format})") from error
+                for item in encoded.items():
+                    shards.add(*item)
                 continue
             if last == "weight" and value.dim() == 2 and "embed" not in module:
                 plain.append(module)
             if value.dim() == 2 and value.dtype == torch.float32:  # decoded from a GGUF: kept in the model's dtype
                 value = value.to(dtype)
             if role_of(name) in ("k", "v"):
-                scales.add(name)
-                value = value.reshape(1)
+                scales[name] = value = value.reshape(1) if value.numel() == 1 else value.reshape(-1, 1, 1)
+                if kv_format == "tgi":
+                    shared = f"{module.removesuffix('.k_proj').removesuffix('.v_proj')}.kv_scale"
+                    pending[shared] = torch.maximum(value.float().max(), pending.get(shared, torch.tensor(0.0)))
+                    continue
             shards.add(name, value)
+        for item in pending.items():
+            shards.add(*item)
         shards.finish()
-        if not described:
-            raise ValueError("nothing was quantized: there is nothing to write as compressed-tensors")
+        if not described and not (scales and format == "compressed-tensors"):  # KV scales alone are worth a checkpoint
+            raise ValueError(f"nothing was quantized: there is nothing to write as {format}")
         if "lm_head" not in described and "lm_head" not in plain:
             plain.append("lm_head")  # tied to the embedding: the module exists without a tensor
         written = {key: value for key, value in config.items() if key not in STALE}
         written["torch_dtype"] = str(dtype).removeprefix("torch.")
         written.pop("dtype", None)
-        written["quantization_config"] = config_groups(described, plain) | {"kv_cache_scheme": _kv_scheme(kv, scales, config)}
+        scheme = _kv_scheme(kv, scales, config)
+        if described or not pending:
+            written["quantization_config"] = writer.block(described, plain)
+        if pending:
+            written["kv_cache_torch_dtype"] = "float8_e4m3fn"
+        elif format == "compressed-tensors":
+            written["quantization_config"]["kv_cache_scheme"] = scheme
+        elif scheme and kv_format is None:
+            raise ValueError(f"{format} has no place for KV scales: write them as TGI does (--kv-format tgi), or choose "
+                             "compressed-tensors")
         written["nybble"] = {"kv_cache": kv, "recipe": dict(recipe)}
         _write_json(partial / "config.json", written)
+        if format == "gptq":  # where AutoGPTQ looks
+            _write_json(partial / "quantize_config.json", written["quantization_config"])
         _carry_text(source.path, partial)
         _replace(partial, out)
     except BaseException:
@@ -90,7 +116,7 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
         raise
 
 
-def _kv_scheme(kv: str | None, scales: set[str], config: dict[str, Any]) -> dict[str, Any] | None:
+def _kv_scheme(kv: str | None, scales: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any] | None:
     """What `kv_cache_scheme` can say: fp8 with static scales. Raises ValueError when only some layers have them."""
     if not scales:
         return None
@@ -98,7 +124,10 @@ def _kv_scheme(kv: str | None, scales: set[str], config: dict[str, Any]) -> dict
     if kv != "fp8" or len(scales) != 2 * layers:
         raise ValueError(f"{len(scales)} KV scales for {layers} layers and KV cache {kv!r}: an fp8 cache wants a K and a V "
                          "scale for every layer, other caches none")
-    return {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    if len({scale.numel() for scale in scales.values()}) > 1:
+        raise ValueError("some KV scales are per head and some are not: compressed-tensors wants all alike")
+    strategy = "attn_head" if next(iter(scales.values())).numel() > 1 else "tensor"
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
 
 
 class _Shards:
@@ -161,7 +190,7 @@ def _carry_text(source: Path, folder: Path) -> None:
         shutil.copytree(source / "additional_chat_templates", folder / "additional_chat_templates")
 
 
-def _check_target(out: Path, source: Checkpoint) -> None:
+def check_target(out: Path, source: Checkpoint) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if out.resolve() == source.path.resolve():

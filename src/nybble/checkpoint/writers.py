@@ -1,0 +1,179 @@
+"""The formats that are written: what each can say of a linear, the tensors that hold it, the config that describes all.
+
+Exact or refused: a weight comes back from what is written as the same integers with the same scales, or is not written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear, on_integer_grid
+from nybble.checkpoint.foreign import AWQ_COLUMN_OF_NIBBLE, QQQ_PLACE
+from nybble.checkpoint.pack import pack_rows
+from nybble.formats.qtensor import QTensor
+from nybble.formats.spec import INT4, PER_TOKEN_INT8, UINT4, Spec
+
+Described = Any  # hashable: linears with equal ones are described alike
+
+
+@dataclass(frozen=True)
+class Writer:
+    """describe(q, act) -> what the config will say of it. encode(module, q, described, dtype, wide) -> tensors by name.
+    block({module: described}, 16-bit modules) -> the `quantization_config`. All raise ValueError with the reason."""
+
+    describe: Callable[[QTensor, Spec | None], Described]
+    encode: Callable[[str, QTensor, Described, torch.dtype, bool], dict[str, Tensor]]
+    block: Callable[[dict[str, Described], list[str]], dict[str, Any]]
+
+
+def _compressed(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+    return encode_linear(module, q, described[0], dtype, wide)
+
+
+# ---- GPTQ and AWQ: weight-only, scales in half precision
+
+
+def _weight_only(q: QTensor, act: Spec | None, what: str) -> None:
+    if act is not None:
+        raise ValueError(f"{what} cannot say that activations have {act.num.bits} bits: --weights-only writes the weights "
+                         "alone, which others then run with 16-bit activations")
+    if q.over is not None or q.spec.num.kind != "int" or q.spec.tile[0] != 1:
+        raise ValueError(f"{what} holds integers with one scale per row or per group of a row, not {q.spec}")
+
+
+def _half(q: QTensor, module: str) -> Tensor:
+    """Scales [groups, N] in float16, else bfloat16, whichever holds them."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(q.scale.to(dtype).float(), q.scale):
+            return q.scale.to(dtype).t().contiguous()
+    raise ValueError(f"{module}: its scales need more than 16 bits")
+
+
+def _unsigned(q: QTensor, module: str) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] and zero points [N, groups], both as unsigned integers."""
+    middle = 0 if q.spec.num == UINT4 else 1 << (q.spec.num.bits - 1)
+    zero = torch.zeros_like(q.scale) if q.zero is None else q.zero
+    shifted = zero + middle
+    if not torch.equal(shifted, shifted.round()) or bool(((shifted < 0) | (shifted >= 1 << q.spec.num.bits)).any()):
+        raise ValueError(f"{module}: its zero points are not whole numbers within {q.spec.num.bits} bits")
+    return q.codes.to(torch.int16) + middle, shifted.to(torch.int16)
+
+
+def _gptq_describe(q: QTensor, act: Spec | None) -> Described:
+    _weight_only(q, act, "GPTQ")
+    bits = q.spec.num.bits
+    if any(side % (32 // bits) for side in q.shape):
+        raise ValueError(f"GPTQ packs whole words: {list(q.shape)} is not a multiple of {32 // bits}")
+    return bits, q.spec.group or -1, q.zero is None, q.order is not None
+
+
+def _gptq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+    bits, group, symmetric, _ = described
+    codes, zero = _unsigned(q, module)
+    order = torch.arange(q.shape[1]) // (group if group > 0 else q.shape[1]) if q.order is None else q.order
+    stored = zero - 1 if symmetric else zero  # v1 stores zero - 1; a zero of 0 would wrap there, so asymmetric is written as v2
+    return {f"{module}.qweight": pack_rows(codes, bits).t().contiguous(), f"{module}.scales": _half(q, module),
+            f"{module}.qzeros": pack_rows(stored.t(), bits), f"{module}.g_idx": order.to(torch.int32)}
+
+
+def _gptq_block(described: dict[str, Described], plain: list[str]) -> dict[str, Any]:
+    [(common, _)] = Counter(described.values()).most_common(1)
+    if len({symmetric for _, _, symmetric, _ in described.values()}) > 1:
+        raise ValueError("GPTQ stores symmetric and asymmetric weights in one version: this checkpoint mixes them")
+    says = lambda kind: {"bits": kind[0], "group_size": kind[1], "sym": kind[2], "desc_act": kind[3]}  # noqa: E731
+    rules = {f"+:^{re.escape(module)}$": {k: v for k, v in says(kind).items() if v != says(common)[k]}
+             for module, kind in described.items() if kind != common}
+    rules |= {f"-:^{re.escape(module)}$": {} for module in plain if module != "lm_head"}
+    return {"quant_method": "gptq", **says(common), "checkpoint_format": "gptq" if common[2] else "gptq_v2",
+            "lm_head": "lm_head" in described, "true_sequential": True} | ({"dynamic": rules} if rules else {})
+
+
+def _awq_describe(q: QTensor, act: Spec | None) -> Described:
+    _weight_only(q, act, "AWQ")
+    if q.spec.num.bits != 4 or q.order is not None or q.shape[0] % 8:
+        raise ValueError("AWQ holds 4-bit codes in contiguous groups, eight rows a word, not "
+                         f"{'GPTQ-ordered groups' if q.order is not None else f'{q.spec.num.bits} bits {list(q.shape)}'}")
+    return q.spec.group or -1
+
+
+def _awq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+    codes, zero = _unsigned(q, module)
+
+    def columns(rows: Tensor) -> Tensor:
+        ordered = rows.view(rows.shape[0], -1, 8)[..., list(AWQ_COLUMN_OF_NIBBLE)]
+        return pack_rows(ordered.reshape(rows.shape), 4)
+
+    return {f"{module}.qweight": columns(codes.t().contiguous()), f"{module}.qzeros": columns(zero.t().contiguous()),
+            f"{module}.scales": _half(q, module)}
+
+
+def _awq_block(described: dict[str, Described], plain: list[str]) -> dict[str, Any]:
+    if len(set(described.values())) > 1:
+        raise ValueError(f"AWQ has one group size for all linears: these have {sorted(set(described.values()))}")
+    if hidden := [part for part in plain if any(part in module for module in described)]:
+        raise ValueError(f"AWQ names 16-bit linears by a part of their name, and {hidden[0]} is part of a quantized one's")
+    return {"quant_method": "awq", "bits": 4, "group_size": next(iter(described.values())), "zero_point": True,
+            "version": "gemm", "modules_to_not_convert": plain or None}
+
+
+# ---- QQQ
+
+
+def _qqq_describe(q: QTensor, act: Spec | None) -> Described:
+    n, k = q.shape
+    if act != PER_TOKEN_INT8:
+        raise ValueError("QQQ means int8 activations, which this checkpoint does not have: --activations int8 would add them")
+    if q.spec.num != INT4 or q.zero is not None or q.order is not None or q.spec.tile[0] != 1 or n % 64 or k % 64:
+        raise ValueError(f"QQQ holds symmetric 4-bit weights of 64 rows and 64 columns or multiples, not {q.spec} {[n, k]}")
+    grouped = q if q.over is not None or q.spec.group is None else on_integer_grid(q)
+    if grouped.spec.group is not None and grouped.over is None:
+        raise ValueError("QQQ's group scales lie on an int8 grid per row, and these do not: quantize with "
+                         "group_scales = int, or per channel")
+    return -1 if q.spec.group in (None, k) and q.over is None else 128
+
+
+def _qqq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+    if described == 128:
+        q = q if q.over is not None else on_integer_grid(q)
+        assert q.over is not None
+        group = q.scale.to(torch.float16)
+        if not torch.equal(group.float(), q.scale):
+            raise ValueError(f"{module}: its group scales need more than float16")
+        stored = group.t().reshape(group.shape[1], -1, 8, 8).transpose(2, 3).reshape(group.shape[1], -1).contiguous()
+        nibbles, over, extra = q.codes + 8, q.over, {f"{module}.s_group": stored}
+    else:  # codes in the high half of a byte: the kernel multiplies by 16 what is scaled by a sixteenth
+        nibbles, over, extra = q.codes & 15, q.scale / 16, {}
+    channel = over.view(-1, 4, 4, 2).transpose(1, 2).reshape(1, -1).contiguous()
+    return {f"{module}.B": pack_qqq(nibbles.to(torch.uint8), described == 128), f"{module}.s_channel": channel, **extra}
+
+
+def pack_qqq(nibbles: Tensor, grouped: bool) -> Tensor:
+    """uint8 [N, K] of 4 bits -> B int32 [K / 16, 2 N]; the inverse of `foreign.qqq_nibbles`, which says what is where."""
+    n, k = nibbles.shape
+    fields = nibbles.view(n // 64, 4, 2, 8, k // 16, 4, 4).permute(4, 0, 3, 5, 1, 2, 6).reshape(k // 16, -1, 8)
+    placed = torch.empty_like(fields)
+    placed[..., QQQ_PLACE[grouped]] = fields
+    return pack_rows(placed.reshape(k // 16, -1), 4)
+
+
+def _qqq_block(described: dict[str, Described], plain: list[str]) -> dict[str, Any]:
+    if len(set(described.values())) > 1:
+        raise ValueError("QQQ is per channel or in groups of 128 for all linears: this checkpoint mixes them")
+    if rest := [module for module in plain if module != "lm_head"]:
+        raise ValueError(f"QQQ quantizes every linear but the head, and {rest[0]} has 16 bits")
+    return {"quant_method": "qqq", "wbits": 4, "group_size": next(iter(described.values()))}
+
+
+WRITERS = {
+    "compressed-tensors": Writer(describe_linear, _compressed, config_groups),
+    "qqq": Writer(_qqq_describe, _qqq_encode, _qqq_block),
+    "gptq": Writer(_gptq_describe, _gptq_encode, _gptq_block),
+    "awq": Writer(_awq_describe, _awq_encode, _awq_block),
+}
