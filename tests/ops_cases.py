@@ -24,7 +24,9 @@ def poisoned_cache(name, blocks, kv_heads, block_size, dim, device="cpu", k_scal
 
     params = [None, None]
     if name in ("int8", "int4"):
-        params = [torch.full((*shape[:3], 2), float("nan"), dtype=torch.float16, device=device) for _ in range(2)]
+        sets = (2,) if name == "int4" else ()
+        params = [torch.full((*shape[:2], *sets, block_size, 2), float("nan"), dtype=torch.float16, device=device)
+                  for _ in range(2)]
     return LayerKV(name, codes(), codes(), *params, k_scale, v_scale)
 
 
@@ -65,7 +67,7 @@ def fill(kv: LayerKV, step: Step, k: list[torch.Tensor], v: list[torch.Tensor]) 
             else:
                 codes[block, head, offset] = stored.to(codes.dtype)
             if params is not None:
-                params[block, head, offset] = scale_min
+                params.movedim(-2, 2)[block, head, offset] = scale_min  # int4 has two sets a token, before the tokens
 
 
 def attention_case(name, contexts, queries, heads, kv_heads, dim, block_size, device="cpu", dtype=torch.float32, seed=0,

@@ -40,6 +40,7 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 class ScriptedRunner:
     vocab_size = VOCAB
     bytes_per_token = 10
+    decode_steps, decode_wall_s, decode_busy_s = 0, 0.0, 0.0
 
     def __init__(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import BROKEN, CRASH, LOSE, VOCAB, ScriptedRunner, answer, small
 
+from nybble.bench import offline
 from nybble.engine.batch import Stage
 from nybble.engine.config import EngineConfig
 from nybble.engine.core import Engine
@@ -21,6 +24,7 @@ from nybble.engine.messages import Delta, Refused, SamplingParams, Submit
 from nybble.engine.request import Request
 from nybble.engine.scheduler import Plan
 from nybble.formats.spec import KV
+from nybble.kernels.types import Step
 from nybble.models import Decoder, dummy_model, forward_window
 
 
@@ -481,7 +485,8 @@ def test_a_plan_becomes_a_step() -> None:
         assert step.block_table.tolist() == [[4, 2], [7, 0], [1, 0]]
         assert (step.num_decode, step.max_query, step.logit_rows.tolist()) == (2, 5, [0, 1])
         assert step.max_context >= 8
-        assert (batch.from_pool, batch.slots.tolist(), batch.draws) == (True, [0, 1], None)
+        assert step.max_prompt_context == 2 * 4  # of the third row alone, in whole blocks
+        assert (batch.slots.tolist(), batch.draws) == ([0, 1], None)
         dtypes = [t.dtype for t in (step.token_ids, step.slots, step.logit_rows, step.positions, step.query_start)]
         assert dtypes == [torch.int64] * 3 + [torch.int32] * 2
 
@@ -502,10 +507,27 @@ def test_a_padded_step_lies_at_the_same_addresses_and_its_padding_does_nothing()
         assert step.block_table.shape == (4, 8)
         assert not step.block_table[rows:].any()
         assert (step.num_decode, step.max_query, step.max_context) == (4, 0, 32)
-        assert batch.slots.tolist() == list(range(rows))
+        assert batch.slots.tolist() == list(range(rows)) + [8] * pad  # the pool's row of nobody
         tensors = (step.token_ids, step.slots, step.positions, step.query_start, step.context_len, step.block_table)
         addresses.add(tuple(t.data_ptr() for t in tensors))
     assert len(addresses) == 1
+
+
+def test_tokens_of_no_row_write_nothing_and_do_not_move_the_tokens() -> None:
+    stage = Stage(64, 16, 8, 40, 4, torch.device("cpu"))
+    plain = [t.clone() for t in tokens_of(stage.pack(plan_of_three()).step)]
+    addresses = set()
+    for plan in (plan_of_three(), Plan(plan_of_three().requests[:1], [7], [1], 1, [0])):
+        step = stage.pack(plan, tokens=16).step
+        assert step.slots.tolist()[plan.num_tokens :] == [-1] * (16 - plan.num_tokens)
+        assert step.query_start.tolist()[-1] == plan.num_tokens
+        assert [t[:1].tolist() for t in tokens_of(step)] == [t[:1].tolist() for t in plain]
+        addresses.add(tuple(t.data_ptr() for t in tokens_of(step)))
+    assert len(addresses) == 1
+
+
+def tokens_of(step: Step) -> tuple[torch.Tensor, ...]:
+    return step.token_ids, step.positions, step.slots
 
 
 def test_a_padded_decode_step_gives_the_same_logits(model: Decoder) -> None:
@@ -522,3 +544,19 @@ def test_a_padded_decode_step_gives_the_same_logits(model: Decoder) -> None:
         padded = model.forward(stage.pack(plan, rows=4, width=2).step, kv)
     assert padded.shape == (4, 384)
     np.testing.assert_array_equal(padded[:1].numpy(), plain.numpy())
+
+
+# ---- the benchmark ------------------------------------------------------------------------------------------------
+
+
+def test_the_offline_benchmark_reports_what_it_did(model: Decoder, tmp_path: Path) -> None:
+    options = {"requests": 7, "concurrency": 3, "input_mean": 20.0, "output_mean": 10.0, "longest": 64}
+    report = offline.run("tiny", loaded=model, device="cpu", results=tmp_path / "lines", **options, prefill_interval=2)
+    line = json.loads(report)
+    assert (line["requests"], line["concurrency"], line["in_tok"], line["out_tok"]) == (7, 3, 140, 70)
+    assert line["out_tok_s"] == pytest.approx(70 / line["wall_s"], rel=0.2)
+    assert 0 < line["ttft_p50"] < line["wall_s"]
+    assert line["host_ms_step"] > 0
+    assert line["gpu_busy"] is None
+    assert line["command"].endswith("--longest 64 --prefill-interval 2")
+    assert json.loads((tmp_path / "lines").read_text()) == line

@@ -20,6 +20,7 @@ from ops_cases import attention_case, make_step, poisoned_cache
 
 from nybble.formats.numerics import quantize_rows
 from nybble.kernels import reference
+from nybble.kernels.types import Turn
 
 triton = pytest.importorskip("triton")
 
@@ -130,6 +131,34 @@ def test_rope_write(name: str, heads: int, kv_heads: int, dim: int, rotary: int,
 
 
 @inside
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary", "normed"), [(4, 2, 32, 32, True), (3, 1, 80, 64, False)])
+def test_turned_rope_write(name: str, heads: int, kv_heads: int, dim: int, rotary: int, normed: bool) -> None:
+    from nybble.kernels.ops_triton import rope_write, turn_heads
+
+    step = make_step([5, 40], [1, 36], 16, 6)
+    step.slots[3] = -1
+    qkv = randn(37, (heads + 2 * kv_heads) * dim)
+    angle = torch.arange(48)[:, None] / 10 ** torch.linspace(0, 2, rotary // 2)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
+    norms = (randn(dim, seed=3), randn(dim, seed=4)) if normed else (None, None)
+    k, q, v, out = (randn(kv_heads, dim, dim, seed=5 + i) / dim**0.5 for i in range(4))
+    turn = Turn(k, q, randn(kv_heads, dim, seed=9), *((v, out) if name == "int4" else ()))
+    caches = [poisoned_cache(name, 6, kv_heads, 16, dim, k_scale=0.02, v_scale=0.013) for _ in range(2)]
+    want = reference.rope_write(qkv, caches[0], step, cos_sin, kv_heads, *norms, 1e-6, turn)
+    got = rope_write(qkv, caches[1], step, cos_sin, kv_heads, *norms, 1e-6, turn)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turn_heads(got, out), reference.turn_heads(want, out), rtol=1e-5, atol=1e-5)
+    for a, b in zip(*((*reference.gather_kv(c, step.block_table[1].long()[:3], 40),) for c in caches)):
+        written = ~b.isnan()
+        assert torch.equal(written, ~a.isnan())
+        room = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.05, "int4": 0.8, "fp8": 0.5, "fp8_e5m2": 1.0}[name]  # a code at most
+        assert (a - b)[written].abs().max() <= room
+        assert ((a - b)[written].abs() > 1e-2).float().mean() <= 2e-3
+
+
+
+@inside
 @pytest.mark.parametrize(("name", "limit"), [("fp8", 448), ("fp8_e5m2", 57344)])
 def test_float8_bytes_are_torch_s(name: str, limit: float) -> None:
     from nybble.kernels.ops_triton import rope_write
@@ -176,8 +205,8 @@ def test_attention_window(name: str, kv_heads: int) -> None:
 
 @inside
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_long_rows_sum_many_chains(name: str) -> None:
-    check_attention(name, [2400, 200], [1, 1], 1, 1, 16, 128)
+def test_long_rows_sum_many_splits(name: str) -> None:
+    check_attention(name, [17000, 2400, 200], [1, 1, 1], 1, 1, 16, 128)
 
 
 @inside
@@ -193,6 +222,28 @@ def test_sharing_a_row_among_programs_moves_no_bit(name: str, group: int) -> Non
         outs.append(out)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+@outside
+def test_splits_are_cut_at_fixed_positions() -> None:
+    from nybble.kernels.attention_triton import _split_count
+
+    ends = [256, 512] + [512 + 512 * i for i in range(1, 8)] + [4096 + 1024 * i for i in range(1, 60)]
+    for count, end in enumerate(ends, 1):
+        assert _split_count(end, 256) == count
+        assert _split_count(end + 1, 256) == count + 1
+    assert _split_count(0, 256) == 0
+
+
+@inside
+@pytest.mark.parametrize("room", [0, 2, 7])
+def test_context_that_does_not_fit_the_scratch_is_done_in_slices(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nybble.kernels import attention_triton as kernels
+
+    q, kv, step = attention_case("int8", [130, 40, 90], [30, 9, 90], 6, 3, 16, 32)
+    whole = kernels.attention(q, kv, step, 0.2, 0)
+    monkeypatch.setattr(kernels, "_SCRATCH_BYTES", room * 256 * 16 * 2 * 2)  # so many (row, KV head) pairs
+    assert torch.equal(kernels.attention(q, kv, step, 0.2, 0), whole)
 
 
 @inside
@@ -231,29 +282,31 @@ def compile_for(target: str, kernel: Any, pointers: list[str], constants: dict[s
     return triton.compile(source, target=gpu, options={"num_warps": warps})
 
 
-def compile_attention(target: str, form: str, kind: str, dim: int = 128) -> Any:
-    """form: vector | dot | prompt, as `decode_tiles` and `prompt_tiles` cut them."""
+def compile_attention(target: str, form: str, kind: str, dim: int = 128, sets: int = 1) -> Any:
+    """form: decode (four query heads to a KV head) | prompt | gather, as `decode_tiles` and `prompt_tiles` cut them."""
     from nybble.kernels import attention_triton as kernels
 
-    integer, vector = kind in ("int8", "int4"), form == "vector"
-    units = dim if kind == "copy" else dim // (2 if kind == "int4" else 1) // (1 if vector else 2)
-    cache = "*bf16" if kind == "copy" else "*u8" if vector else "*i16"
-    pointers = ["*bf16", cache, cache, *(["*i32"] * 2 if integer else [cache] * 2), "*i32", "*i32"]
-    shape = {"HEADS": 8, "GROUP": 1 if vector else 4, "DIM": dim, "WIDTH" if vector else "UNITS": units,
-             "LANES": max(1 if vector else 16, triton.next_power_of_2(units)), "BLOCK_SIZE": 64, "KIND": kind,
-             "ASM": target != "gfx942"}
+    whole = kind == "copy"
+    units = dim if whole else dim // (4 if kind == "int4" else 2)
+    shape = {"HEADS": 8, "DIM": dim}
     if form == "prompt":
-        lines, tiles = kernels.prompt_tiles(kind, dim, 2 if kind == "copy" else 1, 101376)
-        constants = shape | {"WINDOWED": False, "TILE": tiles.tile, "ROWS": lines, "P_FACTOR": 64.0, "STAGES": tiles.stages}
-        return compile_for(target, kernels._prompt, [*pointers, "*i32", "*bf16"], constants, tiles.warps)
-    tiles = kernels.decode_tiles(kind, 1 if vector else 4, dim)
-    constants = shape | {"SPLIT": tiles.split, "TILE": tiles.tile, "DIRECT": False}
-    pointers += ["*bf16", "*fp32", "*fp32"]
-    if vector:
-        slots = min(tiles.tile, 32 * tiles.warps * 16 // (constants["LANES"] * (2 if kind == "copy" else 1)))
-        return compile_for(target, kernels._decode_vector, pointers, constants | {"SLOTS": slots}, tiles.warps)
-    constants |= {"ROWS": 16, "P_FACTOR": 64.0, "STAGES": tiles.stages}
-    return compile_for(target, kernels._decode_dot, pointers, constants, tiles.warps)
+        lines, tiles = kernels.prompt_tiles(dim, 2, 101376)
+        constants = shape | {"GROUP": 4, "LANES": triton.next_power_of_2(dim), "WINDOWED": False, "TILE": tiles.tile,
+                             "ROWS": lines, "STAGES": tiles.stages}
+        pointers = ["*bf16", "*fp16", "*fp16", "*i32", "*i32", "*bf16"]
+        return compile_for(target, kernels._prompt, pointers, constants, tiles.warps)
+    shape |= {"KIND": kind, "SETS": sets, "BLOCK_SIZE": 64}
+    cache = "*bf16" if whole else "*u8" if form == "gather" else "*i16"
+    caches = [cache, cache, *(["*i32"] * 2 if kind in ("int8", "int4") else [cache] * 2), "*i32", "*i32"]
+    if form == "gather":
+        scratch = "*bf16" if whole else "*fp16"
+        constants = shape | {"LANES": triton.next_power_of_2(dim), "TILE": kernels.GATHER_TILE}
+        return compile_for(target, kernels._gather, [*caches, "*i32", scratch, scratch], constants, 8)
+    tiles = kernels.decode_tiles(dim)
+    constants = shape | {"GROUP": 4, "UNITS": units, "LANES": max(16, triton.next_power_of_2(units)), "ASM": target != "gfx942",
+                         "SPLIT": tiles.split, "TILE": tiles.tile, "ROWS": 16 if target == "gfx942" else 8, "DIRECT": False,
+                         "STAGES": tiles.stages}
+    return compile_for(target, kernels._decode, ["*bf16", *caches, "*bf16", "*fp32", "*fp32"], constants, tiles.warps)
 
 
 def sass(compiled: Any, tmp_path: Path) -> tuple[Counter[str], int]:
@@ -269,11 +322,11 @@ def sass(compiled: Any, tmp_path: Path) -> tuple[Counter[str], int]:
 
 @outside
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", ["vector", "dot", "prompt"])
+@pytest.mark.parametrize("form", ["decode", "prompt", "gather"])
 def test_attention_compiles(target: str, form: str) -> None:
     code = compile_attention(target, form, "int8", 64).asm
     matrix = r"v_mfma_f32" if target == "gfx942" else r"wgmma|mma\.sync|tcgen05\.mma"
-    assert bool(re.search(matrix, code.get("ptx") or code["amdgcn"])) == (form != "vector")
+    assert bool(re.search(matrix, code.get("ptx") or code["amdgcn"])) == (form != "gather")
 
 
 @outside
@@ -287,19 +340,23 @@ def test_rope_write_and_norm_compile(target: str) -> None:
     compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"],
                 {"WIDTH": 13824, "BLOCK": 16384, "QUANTIZE": True, "PDL": early}, 16)
     for kind in ("int4", "fp8"):
-        constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "ROTARY": 128, "BLOCK_SIZE": 64, "GROUP": 8,
+        constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "QUARTER": 32, "ROTARY": 128, "BLOCK_SIZE": 64,
                      "KIND": kind, "Q_NORM": True, "K_NORM": True, "PDL": early}
-        pointers = ["*bf16", "*bf16", "*u8", "*u8", "*fp16", "*fp16", "*i32", "*i64", "*fp32", "*bf16", "*bf16"]
-        compile_for(target, ops._rope_write_kernel, pointers, constants, 2)
+        cache = "*i16" if kind == "int4" else "*u8"
+        pointers = ["*bf16", "*bf16", cache, cache, "*fp16", "*fp16", "*i32", "*i64", "*fp32", "*bf16", "*bf16"]
+        compile_for(target, ops._rope_write_kernel, pointers, constants | {"GROUP": 8}, 2)
+        turn = ["fp32", "fp32", "fp32", "*fp16", "*fp16", "*fp16", "*fp32", "i32"]
+        compile_for(target, ops._turn_write_kernel, pointers + turn, constants | {"ROWS": 32, "V_TURN": kind == "int4"}, 4)
 
 
 @outside
 @pytest.mark.parametrize("kind", ["int8", "int4", "copy", "fp8"])
 def test_hopper_decode_loads_wide_and_converts_without_the_conversion_unit(kind: str, tmp_path: Path) -> None:
-    forms = ("dot",) if kind == "fp8" else ("vector", "dot")
-    for form in forms:
-        counts, local_bytes = sass(compile_attention("sm_90", form, kind), tmp_path)
-        assert local_bytes == 0, form
-        assert not [name for name in counts if re.match(r"I2F\.U8|I2F\.S|LDS\.U8|LDG\.E\.U8$", name)], form
-        wide = "LDG.E.128" if form == "vector" else "LDGSTS.E.BYPASS.128"
-        assert counts[wide] >= 4, form
+    compiled = compile_attention("sm_90", "decode", kind)
+    counts, local_bytes = sass(compiled, tmp_path)
+    assert local_bytes == 0
+    assert not [name for name in counts if re.match(r"I2F|LDS\.U|LDG\.E\.U8$", name)]
+    assert counts["LDGSTS.E.BYPASS.128"] >= 8
+    tile = 32 * 128 * 2 // 32  # codes of K and V a thread holds
+    assert counts["HMMA.16816.F32" + (".BF16" if kind == "copy" else "")] == tile // 8  # eight queries an instruction
+    assert counts["LDSM.16.MT88.4"] >= 4  # V is transposed on its way to the registers

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -252,3 +256,30 @@ def test_extreme_temperatures_and_logits() -> None:
     tokens = sample(x, d, None)
     assert tokens[:2].tolist() == x[:2].argmax(-1).tolist()
     assert 0 <= tokens[2] < V
+
+
+# ---- the device's own ------------------------------------------------------------------------------------------------
+
+KERNELS = """
+import torch
+from nybble.engine.sampler import greedy
+from nybble.kernels.tokens_triton import greedy_into, resolve
+inf, nan = float("inf"), float("nan")
+x = torch.randn(9, 9001, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()  # with many equal ones
+x[1, 17], x[2, 8999], x[3, :], x[4, 4096] = nan, inf, -inf, x[4].max() + 1
+x[5, [70, 4100, 9000]] = 99.0
+pool = torch.full((12,), 5)
+drawn = greedy_into(x, torch.arange(9) + 2, pool)
+assert drawn.tolist() == greedy(x).tolist(), drawn
+assert drawn[1:6].tolist() == [-1, -1, -1, 4096, 70], drawn
+assert pool.tolist() == [5, 5, *drawn.tolist(), 5], pool
+ids = torch.tensor([7, -3, 0, -4, -1] + [9] * 300)
+assert resolve(ids, pool).tolist() == [7, int(drawn[0]), 0, 0, 5] + [9] * 300
+"""
+
+
+def test_the_kernels_at_both_ends_of_a_step_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", KERNELS], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr

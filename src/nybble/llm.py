@@ -210,8 +210,8 @@ class LLM:
             live[delta.request_id] = (running - 1, choices)
             if running == 1:
                 del live[delta.request_id]
-                if stream.stopped:
-                    self.engine.abort(delta.request_id)
+            if stream.stopped and delta.finish_reason is None:
+                self.engine.abort(delta.request_id, delta.index)
         yield Piece(text, response)
 
 

@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
 from nybble.engine.config import EngineConfig
 from nybble.engine.core import Engine
 from nybble.engine.messages import Delta, SamplingParams, Submit
-from nybble.engine.sampler import gumbel, sample
+from nybble.engine.sampler import greedy, gumbel, sample
+from nybble.kernels.tokens_triton import greedy_into, resolve
 from nybble.models import Decoder, dummy_model
 
 pytestmark = pytest.mark.gpu
@@ -85,8 +86,29 @@ def test_memory_is_taken_at_the_start_and_no_more(model: Decoder) -> None:
     engine = Engine(model, EngineConfig(kv="int8", max_batch=32, kv_memory=256 << 20))
     at_start = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    free = torch.cuda.mem_get_info()[0]
     answers(engine, requests())
-    assert torch.cuda.max_memory_allocated() - at_start <= engine.runner.memory.workspace
+    plan = engine.runner.memory
+    assert torch.cuda.max_memory_allocated() - at_start <= plan.workspace
+    assert free - torch.cuda.mem_get_info()[0] <= plan.workspace + (64 << 20)  # what torch rounds up to, and kernels
+    assert 0 < plan.graphs < 2 << 30
+    info = engine.info()
+    assert 0 < info.decode_steps < info.steps
+    assert 0 < info.decode_busy_s <= info.decode_wall_s
+    assert info.host_s > 0
+
+
+def test_greedy_tokens_are_those_of_a_cpu_and_go_to_the_pool() -> None:
+    x = torch.randn(130, 32003, generator=torch.Generator().manual_seed(2)).bfloat16().float()  # with many equal ones
+    x[3, 9], x[4], x[5, 32002] = float("nan"), float("-inf"), float("inf")
+    pool = torch.zeros(200, dtype=torch.int64, device="cuda")
+    slots = torch.randperm(200, generator=torch.Generator().manual_seed(3))[:130]
+    drawn = greedy_into(x.cuda(), slots.cuda(), pool)
+    assert drawn.tolist() == greedy(x).tolist()
+    assert drawn[3:6].tolist() == [-1] * 3
+    assert pool[slots.cuda()].tolist() == drawn.tolist()
+    ids = torch.tensor([5, -1 - int(slots[7]), -1 - int(slots[3])] * 100)
+    assert resolve(ids.cuda(), pool).tolist() == [5, int(drawn[7]), 0] * 100
 
 
 def test_noise_and_draws_are_those_of_a_cpu() -> None:

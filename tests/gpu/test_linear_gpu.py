@@ -157,15 +157,17 @@ def test_logits(vocabulary: int) -> None:
 
 HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
 HOPPER_TILES = [
-    linear_hopper.Tile(64, 16, 10, True, 2, 8, 120),
-    linear_hopper.Tile(128, 16, 8, True, 1, 8, 80),
-    linear_hopper.Tile(128, 32, 6, True, 2, 8, 80),
-    linear_hopper.Tile(128, 64, 6, False, 0),
-    linear_hopper.Tile(256, 64, 4, True, 1),
-    linear_hopper.Tile(128, 128, 4, False, 1, 4),
-    linear_hopper.Tile(256, 128, 4, True, 1, 2),
-    linear_hopper.Tile(256, 128, 5, False, 1, 1),
-    linear_hopper.Tile(128, 256, 4, False, 1),
+    linear_hopper.Tile(8, 1, True, 1, 2),
+    linear_hopper.Tile(16, 1, True, 3, 2),
+    linear_hopper.Tile(24, 1, False, 4, 2),
+    linear_hopper.Tile(64, 1, False, 2, 2),
+    linear_hopper.Tile(80, 2, stream=True),
+    linear_hopper.Tile(96, 1, False, 2),
+    linear_hopper.Tile(128, 1, stream=True),
+    linear_hopper.Tile(128, 2),
+    linear_hopper.Tile(128, 2, cluster_k=3),
+    linear_hopper.Tile(128, 2, waves=1, order=1),
+    linear_hopper.Tile(128, 2, waves=1, order=2, stream=True),
 ]
 
 
@@ -180,7 +182,7 @@ def whole_scaled(n: int, k: int) -> QTensor:
 @HOPPER
 @pytest.mark.parametrize("tile", HOPPER_TILES, ids=lambda tile: "x".join(str(int(v)) for v in tile))
 @pytest.mark.parametrize("name", ["w4a8", "w4a8_qqq_g128"])
-@pytest.mark.parametrize("shape", [(960, 576), (5120, 5120), (200, 1152)])
+@pytest.mark.parametrize("shape", [(960, 576), (5120, 5120), (200, 1152), (1003, 384)])
 def test_every_hopper_tile_is_bitwise_exact(name: str, tile: linear_hopper.Tile, shape: tuple[int, int]) -> None:
     n, k = shape
     if not whole_groups(name, k):
@@ -194,7 +196,7 @@ def test_every_hopper_tile_is_bitwise_exact(name: str, tile: linear_hopper.Tile,
     if weight.over is not None:
         inner = inner * weight.scale.double().repeat_interleave(128, 1)
     channel = weight.scale if weight.over is None else weight.over
-    for tokens in (1, 5, tile.BT, tile.BT + 3, 300):
+    for tokens in (1, 5, tile.tokens, tile.tokens + 3, 300):
         x = rows_of(tokens, k)
         exact = (x.codes.double() @ inner.t()).float() * channel.t() * x.scale[:, None]
         for _ in range(5):  # a race between programs that share a tile would show

@@ -14,7 +14,7 @@ from ops_cases import attention_case, make_step, poisoned_cache  # noqa: E402
 
 from nybble.formats.numerics import quantize_rows  # noqa: E402
 from nybble.kernels import reference  # noqa: E402
-from nybble.kernels.types import LayerKV, Step  # noqa: E402
+from nybble.kernels.types import LayerKV, Step, Turn  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 KINDS = ("bf16", "fp16", "int8", "int4", "fp8", "fp8_e5m2")
@@ -230,3 +230,39 @@ def test_rope_write(name: str, dim: int, rotary: int, normed: bool) -> None:
         if caches[0].k_params is not None:
             a, b = (getattr(c, f"{part}_params") for c in caches)
             torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["fp32", *KINDS])
+@pytest.mark.parametrize(("dim", "rotary", "heads"), [(64, 64, 9), (80, 32, 12), (96, 96, 3), (128, 128, 24), (256, 64, 6)])
+def test_turned_rope_write_and_its_independence_of_the_batch(name: str, dim: int, rotary: int, heads: int) -> None:
+    from nybble.kernels.ops_triton import rope_write, turn_heads
+
+    kv_heads = 3
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(name, BF16)
+    matrix = torch.float32 if dtype == torch.float32 else torch.float16
+    step = make_step([500, 40, 90], [1, 1, 61], 32, 30, "cuda")
+    step.slots[20] = -1
+    qkv = on_gpu(63, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angle = torch.arange(600)[:, None] / 10 ** torch.linspace(0, 4, rotary // 2)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), -1).cuda()
+    random = (on_gpu(kv_heads, dim, dim, seed=5 + i, dtype=torch.float32) for i in range(4))
+    k, q, v, out = (torch.linalg.qr(x)[0].to(matrix) for x in random)
+    turn = Turn(k, q, on_gpu(kv_heads, dim, seed=9, dtype=torch.float32), *((v, out) if name == "int4" else ()))
+    caches = [poisoned_cache(name, 30, kv_heads, 32, dim, "cuda", k_scale=0.02, v_scale=0.013) for _ in range(3)]
+    want = reference.rope_write(qkv, caches[0], step, cos_sin, kv_heads, None, None, 1e-6, turn)
+    got = rope_write(qkv, caches[1], step, cos_sin, kv_heads, None, None, 1e-6, turn)
+    room = {"rtol": 1e-5, "atol": 1e-4} if name == "fp32" else {"rtol": 2**-7, "atol": 2e-2}
+    torch.testing.assert_close(got, want, **room)
+    torch.testing.assert_close(turn_heads(got, out), reference.turn_heads(got, out), **room)
+    room = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 4e-2, "int8": 0.05, "int4": 0.9, "fp8": 0.6, "fp8_e5m2": 1.2}[name]
+    rows = torch.unique(step.block_table[2, :3]).long()
+    for a, b in zip(*(reference.gather_kv(c, rows, 96) for c in caches[:2])):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert (a - b).nan_to_num().abs().max() <= room
+        assert ((a - b).nan_to_num().abs() > room / 8).float().mean() < 1e-2
+    alone = replace(step, positions=step.positions[1:2], slots=step.slots[1:2], query_start=step.query_start[:2])
+    assert torch.equal(rope_write(qkv[1:2], caches[2], alone, cos_sin, kv_heads, None, None, 1e-6, turn), got[1:2])
+    block, offset = divmod(int(step.slots[1]), 32)
+    for part in ("k", "v"):
+        one, all_ = (getattr(c, part)[block, :, offset] for c in (caches[2], caches[1]))
+        assert torch.equal(one.contiguous().view(torch.uint8), all_.contiguous().view(torch.uint8))

@@ -333,25 +333,20 @@ def _triton_tiles(kind: str, m: int) -> Iterator[Tile]:
 
 
 def _hopper_tiles(m: int) -> Iterator[linear_hopper.Tile]:
-    """Two programs (or this one and the next kernel's) share a processor where registers and shared memory allow."""
-    tokens = [bt for bt in (16, 32, 64, 128, 256) if bt <= max(16, m)][-2 if m > 16 else -1 :]
-    if m > 256:
-        tokens = [128, 256]
-    for bt, bm in itertools.product(tokens, (64, 128, 256)):
-        if bm * bt > 32768 or (bm == 64 and bt > 64):
-            continue
-        small = bm * bt <= 128 * 64
-        for stages, stream in itertools.product((3, 4, 5, 6, 8, 10, 12), (True, False)):
-            one = linear_hopper.shared_bytes(linear_hopper.Tile(bm, bt, stages, stream), True)
-            if one > 227 * 1024 or (stream and m > 512) or one < 60_000:
-                continue
-            if small and one <= 113_000:
-                registers = 80 if bm > 64 else 120
-                for per_sm in (1, 2) if stream else (0,):
-                    yield linear_hopper.Tile(bm, bt, stages, stream, per_sm, 8, registers)
-            elif bm > 64:
-                for per_sm, order in itertools.product((1,) if stream else (0, 1), (8,) if m <= 256 else (4, 8, 16)):
-                    yield linear_hopper.Tile(bm, bt, stages, stream, per_sm, order)
+    """Few tokens: shares of the channels, and programs small enough that the next kernel's start early. Many: whole
+    processors, walking over tiles or taking equal shares."""
+    tokens = [t for t in (8, 16, 24, 32, 48, 64, 80, 96, 128) if t >= min(m, 128)][:1] + ([64, 80, 96] if 64 < m <= 256 else [])
+    tile = linear_hopper.Tile
+    for t in tokens:
+        if t <= 64:
+            shares = itertools.product((False, True) if t <= 32 else (False,), (1, 2, 3, 4, 6, 8), (1, 2, 3))
+            yield from (tile(t, 1, warp, k, resident) for warp, k, resident in shares if resident < 3 or t <= 32)
+        if t >= 48:
+            for rows in (1, 2):
+                yield from (tile(t, rows, False, k) for k in ((1, 2, 3, 4) if m <= 512 else (1,)))
+                for order in (8,) if m <= 256 else (4, 16):
+                    yield tile(t, rows, waves=1, order=order)
+                    yield tile(t, rows, waves=1, order=order, stream=True)
 
 
 def _family_kernel(family: str, scheme: str, n: int, k: int) -> tuple[LinearKernel, LinearShape]:
@@ -368,7 +363,7 @@ def _try_tile(family: str, scheme: str, tile: Any) -> None:
     n, k = 512, 2048
     kernel, shape = _family_kernel(family, scheme, n, k)
     packed = kernel.pack(random_weight(scheme, n, k, device), shape)
-    tokens = tile.BT if family == "hopper" else tile.BM
+    tokens = tile.tokens if family == "hopper" else tile.BM
     for segments in {1, 4} if getattr(packed, "kind", "") in ("group", "float4") else {1}:
         packed = replace(packed, segments=segments) if segments > 1 else packed
         kernel.run(replace(packed, tile=tile), random_input(scheme, tokens, k, device))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 import time
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,6 +46,7 @@ def run(
     concurrency: int = 128,
     input_mean: float = 248,
     output_mean: float = 240,
+    longest: int = 1024,
     dummy: bool = False,
     results: Path | None = None,
     device: str = "auto",
@@ -52,7 +55,9 @@ def run(
 ) -> str:
     """Run the workload once and return the report; `results` gets one JSON line. `loaded` reuses a `models.Decoder`.
 
-    The decode step time is the median over steps in which all `concurrency` rows generate.
+    A closed loop: the next request is sent when one has ended. decode_ms_step is the median over steps in which all
+    `concurrency` rows generate, gpu_busy the share of decode steps in which the device works, host_ms_step what the host
+    does per step beside waiting, ttft_p50 the median seconds from a request to its first token.
     """
     import torch
 
@@ -63,12 +68,14 @@ def run(
     from nybble.formats.spec import SCHEMES
     from nybble.hardware import describe, pick_device
 
+    if requests < 1 or concurrency < 1:
+        raise ValueError(f"requests = {requests}, concurrency = {concurrency}: wants 1 or more of each")
     target = pick_device(device)
     kv_name = None if kv == "auto" else kv
     config = EngineConfig(
         kv=kv_name,
         max_batch=concurrency,
-        max_context=2048,
+        max_context=2 * longest,
         seed=0,
         prefix_caching=False,
         model_name=model,
@@ -86,31 +93,47 @@ def run(
         engine = Engine(dummy_model(SHAPES[model], SCHEMES[scheme], target, dtype, seed=0), config)
     else:
         engine = open_engine(model, device, config)
-    inputs, outputs = lengths(requests, input_mean, 1.0, seed=0), lengths(requests, output_mean, 0.7, seed=1)
+    inputs, outputs = (
+        lengths(requests, mean, sigma, seed, high=longest)
+        for mean, sigma, seed in ((input_mean, 1.0, 0), (output_mean, 0.7, 1))
+    )
+    sys.stderr.write(f"{engine.runner.memory}\n")
     rng = random.Random(2)
     vocab = engine.runner.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in inputs]
 
-    def generate(wanted: list[tuple[list[int], int]]) -> tuple[int, list[float]]:
-        for i, (prompt, length) in enumerate(wanted):
-            engine.submit(Submit(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)))
-        generated, steps, before = 0, [], time.perf_counter()
-        while engine.has_work:
+    def generate(wanted: list[tuple[list[int], int]]) -> tuple[int, list[float], list[float]]:
+        """-> tokens, seconds of the steps in which all generate, seconds from each request to its first token."""
+        generated, steps, before, firsts, sent = 0, [], time.perf_counter(), [], {}
+        waiting = iter(enumerate(wanted))
+        while True:
+            for i, (prompt, length) in islice(waiting, concurrency - len(sent)):
+                params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+                sent[str(i)] = [time.perf_counter(), 0]
+                engine.submit(Submit(str(i), prompt, params))
+            if not engine.has_work:
+                return generated, steps, firsts
             deltas = [event for event in engine.step() if isinstance(event, Delta)]
+            now = time.perf_counter()
             for delta in deltas:
                 if delta.error:
                     raise RuntimeError(delta.error)
-            generated += sum(len(delta.token_ids) for delta in deltas)
-            now = time.perf_counter()
+                request = sent[delta.request_id]
+                if not request[1]:
+                    firsts.append(now - request[0])
+                request[1] += len(delta.token_ids)
+                generated += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    del sent[delta.request_id]
             if len(deltas) == concurrency:
                 steps.append(now - before)
             before = now
-        return generated, steps
 
     generate([(prompts[i % requests][:64] or [0], 8) for i in range(concurrency)])  # compile and capture everything once
-    start = time.perf_counter()
-    generated, steps = generate(list(zip(prompts, outputs)))
-    seconds = time.perf_counter() - start
+    before, start = engine.info(), time.perf_counter()
+    generated, steps, firsts = generate(list(zip(prompts, outputs)))
+    seconds, after = time.perf_counter() - start, engine.info()
+    wall_s = after.decode_wall_s - before.decode_wall_s
     assert generated == sum(outputs), (generated, sum(outputs))
     record = {
         "bench": "offline",
@@ -123,10 +146,14 @@ def run(
         "out_tok": generated,
         "out_tok_s": round(generated / seconds, 1),
         "decode_ms_step": round(median(steps) * 1e3, 3) if steps else None,
-        "wall_s": round(seconds, 2),
+        "gpu_busy": round((after.decode_busy_s - before.decode_busy_s) / wall_s, 4) if wall_s else None,
+        "host_ms_step": round((after.host_s - before.host_s) / (after.steps - before.steps) * 1e3, 3),
+        "ttft_p50": round(median(firsts), 4),
+        "wall_s": round(seconds, 3),
         "device": describe(target),
         "command": f"nybble bench offline {model} {'--dummy ' if dummy else ''}--scheme {scheme} --kv {kv} "
-        f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean}",
+        f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean} "
+        f"--longest {longest}" + "".join(f" --{name.replace('_', '-')} {value}" for name, value in engine_options.items()),
     }
     if results is not None:
         with results.open("a") as file:

@@ -28,8 +28,7 @@ class Batch:
     """A step on the device and how its samples are drawn. Token ids below 0 stand for pool[-1 - id]: not yet known here."""
 
     step: Step
-    from_pool: bool
-    slots: Tensor  # int64 [S]: token pool row of each sample
+    slots: Tensor  # int64 [S]: token pool row of each sample, the last one for padding
     draws: Draws | None  # None: all greedy and plain
     logprob_rows: list[int]  # of the samples
     logprob_count: int  # most alternatives any of them wants
@@ -53,53 +52,54 @@ class Stage:
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
         self._turn = 0
 
-    def pack(self, plan: Plan, rows: int | None = None, width: int | None = None) -> Batch:
+    def pack(self, plan: Plan, rows: int | None = None, width: int | None = None, tokens: int | None = None) -> Batch:
         """rows, width: pad a decode-only plan to this many rows and blocks per row (its samples are then all its rows).
+        tokens: pad to this many tokens that belong to no row.
 
         Padding writes nothing (slot -1), reads block 0 and is not sampled.
         """
         real = len(plan.requests)
-        total = plan.num_tokens if rows is None else rows
+        total = rows or tokens or plan.num_tokens
         padded = real if rows is None else rows
         samples = len(plan.samples) if rows is None else rows
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.counts, np.int64)
         width = width if width is not None else self.width_for(plan)
-        views, tensors = self._views(
-            _step_fields(total, padded, samples, width) + _draw_fields(len(plan.samples)), self._next_host()
-        )
+        drawing = [plan.requests[row] for row in plan.samples]
+        plain = all(request.plain for request in drawing)
+        fields = _step_fields(total, padded, samples, width) + _draw_fields(0 if plain else len(drawing))
+        views, tensors = self._views(fields, self._next_host())
         row_slots = self._update_tables(plan)
 
         query_start = views["query_start"]
         query_start[0] = 0
         np.cumsum(counts, out=query_start[1 : real + 1])
-        tokens = int(query_start[real])
-        token_ids, known = views["token_ids"], True
+        used = int(query_start[real])
+        token_ids = views["token_ids"]
         for row, (request, start) in enumerate(zip(plan.requests, plan.starts)):
             if row < plan.num_decode:
                 if start < len(request.tokens):
                     token_ids[row] = request.tokens[start]
                 else:
-                    token_ids[row], known = -1 - request.slot, False
+                    token_ids[row] = -1 - request.slot
             else:
                 count = plan.counts[row]
                 token_ids[query_start[row] : query_start[row] + count] = request.tokens[start : start + count]
-        offsets = np.arange(tokens) - np.repeat(query_start[:real].astype(np.int64), counts)
+        offsets = np.arange(used) - np.repeat(query_start[:real].astype(np.int64), counts)
         positions = np.repeat(starts, counts) + offsets
-        views["positions"][:tokens] = positions
+        views["positions"][:used] = positions
         block = self._tables[np.repeat(row_slots, counts), positions // self.block_size].astype(np.int64)
-        views["slots"][:tokens] = block * self.block_size + positions % self.block_size
+        views["slots"][:used] = block * self.block_size + positions % self.block_size
         views["context_len"][:real] = starts + counts
         views["block_table"][:real] = self._tables[row_slots, :width]
         views["logit_rows"][: len(plan.samples)] = query_start[1:][plan.samples] - 1
+        views["draw_slots"][: len(drawing)] = row_slots[plan.samples]
+        token_ids[used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
         if rows is not None:
-            token_ids[real:], views["positions"][real:], views["slots"][real:] = 0, 0, -1
             query_start[real + 1 :] = np.arange(real + 1, rows + 1)
             views["context_len"][real:], views["block_table"][real:] = 1, 0
             views["logit_rows"][real:] = np.arange(real, rows)
-        views["draw_slots"][:] = row_slots[plan.samples]
-        drawing = [plan.requests[row] for row in plan.samples]
-        plain = all(request.plain for request in drawing)
+            views["draw_slots"][real:] = len(self._tables)
         if not plain:
             self._write_draws(views, drawing)
         self._copy()
@@ -116,15 +116,19 @@ class Stage:
             max_query=max(plan.counts[plan.num_decode :], default=0),
             max_context=width * self.block_size,
             logit_rows=tensors["logit_rows"],
+            max_prompt_context=self._width(plan, plan.num_decode) * self.block_size if plan.num_decode < real else None,
         )
         wanting = [i for i, request in enumerate(drawing) if request.params.logprobs is not None]
         most = max((drawing[i].params.logprobs or 0 for i in wanting), default=0)
         draws = None if plain else self._draws(tensors, drawing)
-        return Batch(step, not known, tensors["draw_slots"], draws, wanting, most)
+        return Batch(step, tensors["draw_slots"], draws, wanting, most)
 
     def width_for(self, plan: Plan) -> int:
         """Blocks per row of the block table: the longest context's, rounded up to a power of two (few shapes to compile)."""
-        longest = max(start + count for start, count in zip(plan.starts, plan.counts))
+        return self._width(plan, 0)
+
+    def _width(self, plan: Plan, first: int) -> int:
+        longest = max(start + count for start, count in zip(plan.starts[first:], plan.counts[first:]))
         blocks = -(-longest // self.block_size)
         return min(1 << (blocks - 1).bit_length(), self.width)
 
@@ -165,7 +169,7 @@ class Stage:
         ]
         parameters = dict(zip(PARAMETERS, tensors["parameters"]))
         return Draws(
-            slots=tensors["draw_slots"],
+            slots=tensors["draw_slots"][: len(drawing)],
             temperature=parameters["temperature"],
             top_k=tensors["top_k"],
             top_p=parameters["top_p"],
@@ -208,8 +212,9 @@ def _step_fields(tokens: int, rows: int, samples: int, width: int) -> list[tuple
     return [
         ("token_ids", torch.int64, (tokens,)),
         ("slots", torch.int64, (tokens,)),
-        ("logit_rows", torch.int64, (samples,)),
         ("positions", torch.int32, (tokens,)),
+        ("logit_rows", torch.int64, (samples,)),
+        ("draw_slots", torch.int64, (samples,)),
         ("query_start", torch.int32, (rows + 1,)),
         ("context_len", torch.int32, (rows,)),
         ("block_table", torch.int32, (rows, width)),
@@ -219,7 +224,6 @@ def _step_fields(tokens: int, rows: int, samples: int, width: int) -> list[tuple
 def _draw_fields(samples: int) -> list[tuple]:
     """After the step's fields, whose addresses then do not depend on how many rows are sampled."""
     return [
-        ("draw_slots", torch.int64, (samples,)),
         ("top_k", torch.int64, (samples,)),
         ("keys", torch.int64, (samples, 2)),
         ("parameters", torch.float32, (len(PARAMETERS), samples)),

@@ -52,6 +52,19 @@ class EngineDied(RuntimeError):
     """The engine's process is gone, and every request with it."""
 
 
+def joined(arrived: list[Delta | Refused | EngineDied]) -> list[Delta | Refused | EngineDied]:
+    """The same, neighbouring deltas of one completion made one: a reader that fell behind catches up at the price of one."""
+    out = arrived[:1]
+    for after in arrived[1:]:
+        before = out[-1]
+        if isinstance(before, Delta) and isinstance(after, Delta) and before.index == after.index and after.token_ids:
+            logprobs = None if after.logprobs is None else [*(before.logprobs or ()), *after.logprobs]
+            out[-1] = msgspec.structs.replace(after, token_ids=before.token_ids + after.token_ids, logprobs=logprobs)
+        else:
+            out.append(after)
+    return out
+
+
 class EngineClient:
     """config: start an engine process that lives as long as this client (its address may be left empty). address: talk to
     an engine that is running. One of the two.
@@ -117,24 +130,27 @@ class EngineClient:
         try:
             await self._send(Submit(request_id, token_ids, params))
             while left:
-                answer = await queue.get()
-                if isinstance(answer, Refused):
-                    left = 0
-                    raise RequestRefused(answer.field, answer.message)
-                if isinstance(answer, EngineDied):
-                    raise EngineDied(str(answer))
-                if answer.finish_reason is not None:
-                    left -= 1
-                yield answer
+                arrived = [await queue.get()]
+                while not queue.empty():
+                    arrived.append(queue.get_nowait())
+                for answer in joined(arrived):
+                    if isinstance(answer, Refused):
+                        left = 0
+                        raise RequestRefused(answer.field, answer.message)
+                    if isinstance(answer, EngineDied):
+                        raise EngineDied(str(answer))
+                    if answer.finish_reason is not None:
+                        left -= 1
+                    yield answer
         finally:
             del self._queues[request_id]
             if left and self.alive:
                 await self._send(Abort(request_id))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` gets a last delta. One that has ended is ignored."""
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one completion of it; its `generate` gets a last delta. What has ended is ignored."""
         if self.alive:
-            await self._send(Abort(request_id))
+            await self._send(Abort(request_id, index))
 
     async def info(self) -> Info:
         """Raises EngineDied."""

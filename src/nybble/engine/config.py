@@ -22,14 +22,17 @@ class EngineConfig:
     num_blocks: overrides kv_memory. kv_memory: bytes (above 1), a fraction of the device for everything together (up to 1),
     None: what the device can spare. max_batch: requests running at once. max_batched_tokens: tokens in one step (None: 2048,
     256 on a CPU). max_context: tokens of prompt and answer (None: what the model was made for). prefill_interval: steps between
-    starts of new prompts while half of max_batch generates (None: 16 on a GPU, 1 on a CPU). overlap: plan a step while
-    the one before it runs (None: on a GPU). graphs: decode steps as CUDA graphs (None: on a GPU). eos_ids: end every request
-    that does not ignore them. model_name, scheme: reported, not used. seed: of requests that bring none; None is a different
-    one each start.
+    starts of new prompts while half of max_batch generates (None: max_batch / 16 up to 8 on a GPU, 1 on a CPU). overlap:
+    plan a step while the one before it runs (None: on a GPU). graphs: steps as CUDA graphs (None: on a GPU). eos_ids: end every
+    request that does not ignore them. model_name, scheme, weights: reported, not used. activations: "int8" for weights made for
+    16-bit ones (None: as the checkpoint says); once loaded, what they are in. seed: of requests that bring none; None is a
+    different one each start.
     """
 
     model_name: str = ""
     scheme: str = ""
+    weights: str = ""
+    activations: str | None = None
     kv: str | None = None
     block_size: int = 64
     num_blocks: int | None = None
@@ -87,5 +90,8 @@ class Runner(Protocol):
     max_batched_tokens: int
     bytes_per_token: int
     overlap: bool
+    decode_steps: int  # these three: see `messages.Info`
+    decode_wall_s: float
+    decode_busy_s: float
 
     def launch(self, plan: Plan) -> Callable[[], Sampled]: ...

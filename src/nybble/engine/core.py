@@ -7,6 +7,7 @@ while the host counts tokens; what was drawn for a request that had already ende
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,13 @@ from nybble.engine.scheduler import Limits, Plan, Scheduler
 __all__ = ["Engine", "EngineConfig"]
 
 NOT_FINITE = "the model's logits are not finite for this request"
+
+
+def default_interval(max_batch: int) -> int:
+    """Steps between starts of prompts: so that about four start together when answers take 240 tokens. On an H200 with 128
+    requests at once (Llama-2-13B shape), starting every 8 steps makes a prompt token cost 24 us, every step 31 us, for a median
+    time to the first token of 90 instead of 34 ms."""
+    return min(8, max(1, max_batch // 16))
 
 
 class Engine:
@@ -47,7 +55,7 @@ class Engine:
                 self.runner.max_batched_tokens,
                 config.chunked_prefill,
                 config.prefix_caching,
-                config.prefill_interval or (16 if self.runner.overlap else 1),
+                config.prefill_interval or (default_interval(config.max_batch) if self.runner.overlap else 1),
             )
         )
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
@@ -55,6 +63,7 @@ class Engine:
         self._in_flight: tuple[Plan, Callable[[], Sampled]] | None = None
         self._lost: Exception | None = None  # the device will never work again in this process
         self._steps = self._prompt_tokens = self._generated_tokens = self._seeded = 0
+        self._host_s = self._waited_s = 0.0
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -76,9 +85,9 @@ class Engine:
         for request in self._live[message.request_id]:
             self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """End what is left of a request; one that is unknown or has ended is ignored."""
-        for request in list(self._live.get(request_id, ())):
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End what is left of a request, or only its completion `index`; what is unknown or has ended is ignored."""
+        for request in [one for one in self._live.get(request_id, ()) if index in (None, one.index)]:
             self._end(request, "abort")
             self._answers.append(Delta(request_id, request.index, [], finish_reason="abort"))
 
@@ -127,12 +136,14 @@ class Engine:
         one that leaves the device unusable, and has been answered, does the next step raise RuntimeError."""
         if self._lost is not None:
             raise RuntimeError(f"the device is lost until the process is started anew: {self._lost}") from self._lost
+        begin, waited = time.perf_counter(), self._waited_s
         answers, self._answers = self._answers, []
         launched = self._launch(answers)
         if self.runner.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
             self._collect(*launched, answers)
+        self._host_s += time.perf_counter() - begin - (self._waited_s - waited)
         return answers
 
     def _launch(self, answers: list[Delta | Refused]) -> tuple[Plan, Callable[[], Sampled]] | None:
@@ -147,8 +158,10 @@ class Engine:
             return None
 
     def _collect(self, plan: Plan, wait: Callable[[], Sampled], answers: list[Delta | Refused]) -> None:
+        begin = time.perf_counter()
         try:
             tokens, logprobs = wait()
+            self._waited_s += time.perf_counter() - begin
         except Exception as error:
             self._fail(plan, error, answers)
             if self._in_flight is not None:  # a later step may have read what this one did not write
@@ -207,6 +220,8 @@ class Engine:
         return Info(
             model=config.model_name,
             scheme=config.scheme,
+            weights=config.weights,
+            activations=config.activations or "",
             kv=config.kv or DEFAULT_KV,
             max_context=self.max_context,
             block_size=config.block_size,
@@ -222,4 +237,8 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             bytes_per_token=self.runner.bytes_per_token,
+            host_s=self._host_s,
+            decode_steps=self.runner.decode_steps,
+            decode_wall_s=self.runner.decode_wall_s,
+            decode_busy_s=self.runner.decode_busy_s,
         )

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from nybble.formats.numerics import FLOAT8
-from nybble.formats.spec import KV
-from nybble.kernels.types import LayerKV
+from nybble.formats.spec import INT4_KV_GROUPS, KV
+from nybble.kernels.types import LayerKV, scaled
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PARAMETER_BYTES = 4  # float16 scale and minimum per token and head
+PARAMETER_BYTES = {"int8": 4, "int4": 4 * INT4_KV_GROUPS}  # per token and head: float16 scales and minima
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_CUDA_FRACTION = 0.9
 
@@ -33,7 +33,8 @@ class MemoryPlan:
     """Where the device's memory goes, in bytes, decided once at start."""
 
     weights: int
-    workspace: int  # activations, logits, sampler state and graphs at the largest step
+    workspace: int  # activations, logits and sampler state at the largest step
+    graphs: int  # measured once they are recorded
     kv: int
     num_blocks: int
     block_size: int
@@ -46,18 +47,19 @@ class MemoryPlan:
     def __str__(self) -> str:
         gib = lambda n: f"{n / 2**30:.2f} GiB"  # noqa: E731
         return (
-            f"weights {gib(self.weights)}, workspace {gib(self.workspace)}, KV cache {gib(self.kv)} = {self.num_tokens} "
-            f"tokens in {self.num_blocks} blocks of {self.block_size}, {self.bytes_per_token} bytes per token"
+            f"weights {gib(self.weights)}, workspace {gib(self.workspace)}, graphs {gib(self.graphs)}, "
+            f"KV cache {gib(self.kv)} = {self.num_tokens} tokens in {self.num_blocks} blocks of {self.block_size}, "
+            f"{self.bytes_per_token} bytes per token"
         )
 
 
 def bytes_per_token(config: Shape, kv_name: str) -> int:
     """K and V of one token in all layers, scales and minima included.
 
-    Raises ValueError for an unknown `kv_name`, or an int4 cache with an odd head_dim.
+    Raises ValueError for an unknown `kv_name`, or an int4 cache with a head_dim that is no multiple of 4.
     """
     check_name(kv_name, config)
-    per_head = config.head_dim * KV[kv_name].num.bits // 8 + (PARAMETER_BYTES if KV[kv_name].zero else 0)
+    per_head = config.head_dim * KV[kv_name].num.bits // 8 + PARAMETER_BYTES.get(kv_name, 0)
     return 2 * config.num_layers * config.num_kv_heads * per_head
 
 
@@ -75,7 +77,7 @@ def allocate(
     width = config.head_dim // 2 if kv_name == "int4" else config.head_dim
     shape = (num_blocks, config.num_kv_heads, block_size)
 
-    def zeros(last: int, of: torch.dtype) -> torch.Tensor:
+    def zeros(last: int, of: torch.dtype, shape: tuple[int, ...] = shape) -> torch.Tensor:
         # In bytes, because not every torch fills float8. numpy's zeros are pages that take memory when they are first
         # written, so a CPU's cache costs what is used of it.
         size = (*shape, last * of.itemsize)
@@ -85,17 +87,22 @@ def allocate(
 
     layers = []
     for layer in range(config.num_layers):
-        k_scale, v_scale = (scales[layer] if scales is not None else None) or (1.0, 1.0)
-        params = [zeros(2, torch.float16) if KV[kv_name].zero else None for _ in range(2)]
-        layers.append(LayerKV(kv_name, zeros(width, store), zeros(width, store), params[0], params[1], k_scale, v_scale))
+        params = [zeros(2, torch.float16, params_shape(shape, kv_name)) if KV[kv_name].zero else None for _ in range(2)]
+        cache = LayerKV(kv_name, zeros(width, store), zeros(width, store), params[0], params[1])
+        layers.append(scaled(cache, scales[layer] if scales is not None else None))
     return layers
+
+
+def params_shape(shape: tuple[int, int, int], kv_name: str) -> tuple[int, ...]:
+    """Of a layer's scales and minima but for the last axis, (scale, minimum): int4 has them per group of channels."""
+    return (*shape[:2], INT4_KV_GROUPS, shape[2]) if kv_name == "int4" else shape
 
 
 def check_name(kv_name: str, config: Shape) -> None:
     if kv_name not in KV:
         raise ValueError(f"kv = {kv_name!r} is not a KV cache type; there are {', '.join(KV)}")
-    if kv_name == "int4" and config.head_dim % 2:
-        raise ValueError(f"kv = 'int4' packs two channels a byte and head_dim is {config.head_dim}; int8 would do")
+    if kv_name == "int4" and config.head_dim % 4:
+        raise ValueError(f"kv = 'int4' stores quarters of a head and head_dim is {config.head_dim}; int8 would do")
 
 
 def kv_budget(kv_memory: float | None, device: torch.device, workspace: int) -> int:

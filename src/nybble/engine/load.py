@@ -19,12 +19,12 @@ def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | N
     device: "auto" is the first GPU if there is one. progress: passed to `models.load_model`.
     """
     from nybble.checkpoint import open_checkpoint
-    from nybble.models import load_model
+    from nybble.models import load_model, turn_keys
     from nybble.text import load_tokenizer
 
     config = config or EngineConfig()
     target = pick_device(device)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, config.activations)
     model = load_model(checkpoint, target, progress=progress)
     config = replace(
         config,
@@ -32,6 +32,7 @@ def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | N
         eos_ids=config.eos_ids or tuple(load_tokenizer(path).eos_ids),
         model_name=config.model_name or Path(path).name,
         scheme=config.scheme or checkpoint.scheme_name,
+        weights=checkpoint.precision[0],
+        activations=checkpoint.precision[1],
     )
-    scaled = (config.kv or "").startswith("fp8")
-    return Engine(model, config, [checkpoint.kv_scales(i) for i in range(model.config.num_layers)] if scaled else None)
+    return Engine(turn_keys(model, config.kv), config, checkpoint.scales_for(config.kv))

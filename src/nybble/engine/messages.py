@@ -80,7 +80,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
+    """index: of the completion to end; None ends all of the request's."""
+
     request_id: str
+    index: int | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +131,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Info(msgspec.Struct, frozen=True, tag=True):
-    """What the engine is and how busy: everything /metrics, /health and /v1/models report."""
+    """What the engine is and how busy: everything /metrics, /health and /v1/models report.
+
+    host_s: of all steps, without waiting for tokens. decode_wall_s: of `decode_steps`, each from the end of the step before
+    it to its own; decode_busy_s: of that, what the device worked."""
 
     model: str
     scheme: str
@@ -147,6 +153,12 @@ class Info(msgspec.Struct, frozen=True, tag=True):
     prefix_queries: int
     prefix_hits: int
     bytes_per_token: int
+    weights: str = ""
+    activations: str = ""
+    host_s: float = 0.0
+    decode_steps: int = 0
+    decode_wall_s: float = 0.0
+    decode_busy_s: float = 0.0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -110,7 +110,7 @@ def serve(engine: Engine, connections: Connections, silence_limit_s: float) -> N
                 case Submit():
                     engine.submit(msgspec.structs.replace(message, request_id=f"{client}/{message.request_id}"))
                 case Abort():
-                    engine.abort(f"{client}/{message.request_id}")
+                    engine.abort(f"{client}/{message.request_id}", message.index)
                 case Ask():
                     connections.send(client, [engine.info()])
                 case Shutdown():

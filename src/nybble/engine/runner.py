@@ -6,8 +6,10 @@ the step before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,23 +17,32 @@ from torch import Tensor
 
 from nybble.engine.batch import Batch, Stage
 from nybble.engine.config import DEFAULT_KV, EngineConfig, Sampled
-from nybble.engine.graphs import DecodeGraphs
+from nybble.engine.graphs import DecodeGraphs, MixedGraphs, Recorder
 from nybble.engine.kvcache import MemoryPlan, allocate, bytes_per_token, kv_budget
 from nybble.engine.messages import SamplingParams, TokenLogprob
 from nybble.engine.request import Request
 from nybble.engine.sampler import Counts, greedy, logprobs, sample
 from nybble.engine.scheduler import Limits, Plan
 from nybble.kernels.types import Step
+from nybble.models.decoder import Pieces, attend
 
-# Graphs share one pool of intermediates; each adds its own launch records.
-GRAPH_BYTES = 256 << 20
+GRAPH_SLACK_BYTES = 64 << 20  # on top of what is measured: kernels that are loaded later
+LONGEST_STEP_MS = 1000.0  # a longer one was a pause between requests
+
+
+def tokens_triton() -> ModuleType:
+    """Imported here, so that a CPU never loads Triton."""
+    from nybble.kernels import tokens_triton
+
+    return tokens_triton
 
 
 class ModelRunner:
     """Owns the KV cache, the token pool, penalty counts and graphs of one model on its device.
 
-    model: `models.Decoder` (`config`, `device`, `dtype`, `forward(step, kv) -> float32 [S, V]`). Raises ValueError when the
-    memory does not hold one block, naming what to change.
+    model: `models.Decoder`. decode_wall_s, decode_busy_s, decode_steps: seconds from the end of a step to the end of a decode
+    step right after it, seconds of them in which the device worked, and how many there were; 0 on a CPU. Raises ValueError when
+    the memory does not hold one block, naming what to change.
     """
 
     def __init__(self, model: Any, config: EngineConfig,
@@ -55,13 +66,20 @@ class ModelRunner:
         self._counted = [0] * config.max_batch  # admission whose tokens a slot's counts hold
         tokens = self.max_batched_tokens + (0 if config.chunked_prefill else self.max_context)
         self._stage = Stage(tokens, limits.max_rows, config.max_batch, self.max_context, config.block_size, device)
-        self._graphs: DecodeGraphs | None = None
+        self._decode: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
+        self._recording = torch.cuda.Stream(device) if cuda else None
+        self._last: torch.cuda.Event | None = None  # end of the step before, when it was a decode step
+        self.decode_wall_s = self.decode_busy_s = 0.0
+        self.decode_steps = 0
 
         weights = torch.cuda.memory_allocated(device) if cuda else 0
         cache = lambda blocks: allocate(shape, kv, blocks, config.block_size, device, scales=kv_scales)  # noqa: E731
         workspace = self._measure(limits, tokens, cache) if cuda else 0
+        records = cuda and config.graphs is not False
+        graphs = self._measure_graphs(config.max_batch, cache) if records else 0
         block_bytes = self.bytes_per_token * config.block_size
-        self.num_blocks = config.num_blocks or kv_budget(config.kv_memory, device, workspace) // block_bytes
+        self.num_blocks = config.num_blocks or kv_budget(config.kv_memory, device, workspace + graphs) // block_bytes
         if config.num_blocks is None and not cuda and config.kv_memory is None:
             # On a CPU memory is shared: no more than every running request at full length can use.
             self.num_blocks = min(self.num_blocks, config.max_batch * self._stage.width)
@@ -69,11 +87,14 @@ class ModelRunner:
             raise ValueError(f"kv_memory holds no block: one takes {block_bytes} bytes; raise it or lower block_size")
         self.max_context = min(self.max_context, self.num_blocks * config.block_size)
         self.kv = cache(self.num_blocks)
-        self.memory = MemoryPlan(weights, workspace, self.num_blocks * block_bytes, self.num_blocks, config.block_size,
+        if records:
+            before = self._taken()
+            self._record(*self._open_graphs(config.max_batch))
+            graphs = self._more_than(before)
+        if cuda:
+            self._largest_step(limits, tokens)  # and torch keeps what it took: nobody else can have it
+        self.memory = MemoryPlan(weights, workspace, graphs, self.num_blocks * block_bytes, self.num_blocks, config.block_size,
                                  self.bytes_per_token)
-        if cuda and config.graphs is not False:
-            self._graphs = DecodeGraphs(self._forward_from_pool, config.max_batch, self._stage.width)
-            self._record(self._graphs)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Sampled]:
@@ -84,37 +105,66 @@ class ModelRunner:
                 self._counted[request.slot] = request.admission
                 prompt = request.num_prompt
                 self._counts.reset(request.slot, request.tokens[:prompt], request.tokens[prompt:])
-        if self._graphs is not None and plan.num_decode == len(plan.requests) == len(plan.samples):
-            batch = self._stage.pack(plan, *self._graphs.shape_for(len(plan.requests), self._stage.width_for(plan)))
-            logits = self._graphs.run(batch.step)[: len(requests)]
+        rows, decodes = len(requests), plan.num_decode == len(plan.requests) == len(plan.samples)
+        if decodes and self._decode is not None:
+            batch = self._stage.pack(plan, *self._decode.shape_for(rows, self._stage.width_for(plan)))
+            begin = self._mark()
+            logits, tokens = (result[:rows] for result in self._decode.run(batch.step, batch.slots))
         else:
-            batch = self._stage.pack(plan)
+            padded = self._mixed.tokens_for(plan.num_tokens) if self._mixed is not None else None
+            batch = self._stage.pack(plan, tokens=padded)
+            begin = self._mark()
+            if self._mixed is not None and padded is not None:
+                x, residual = self._mixed.run(batch.step)
+            else:
+                x, residual = attend(self._pieces(batch.step), batch.step)
             if not requests:
-                self.model.hidden(batch.step, self.kv)
+                self._last = None
                 return lambda: Sampled([])
-            logits = self._forward_from_pool(batch.step) if batch.from_pool else self.model.forward(batch.step, self.kv)
-        return self._sample(logits, batch, requests)
+            logits, tokens = self.model.logits(self.model.final(x, residual, batch.step)), None
+        return self._sample(logits, tokens, batch, requests, begin if decodes else None)
 
-    def _forward_from_pool(self, step: Step) -> Tensor:
-        """Token ids below 0 are read from the pool; a failed draw there (-1) reads as token 0, its row is not used."""
-        ids = step.token_ids
-        ids = torch.where(ids < 0, self._pool[(-1 - ids).clamp_min(0)].clamp_min(0), ids)
-        return self.model.forward(replace(step, token_ids=ids), self.kv)
-
-    def _sample(self, logits: Tensor, batch: Batch, requests: list[Request]) -> Callable[[], Sampled]:
-        if batch.draws is None:
-            tokens = greedy(logits)
+    def _pieces(self, step: Step) -> Pieces:
+        """Token ids below 0 are read from the pool; a failed draw there (-1) reads as token 0, its row is not used. A generator
+        to its first line: a graph has to record that too."""
+        ids, pool = step.token_ids, self._pool
+        if self.device.type == "cuda":
+            ids = tokens_triton().resolve(ids, pool)
         else:
-            tokens = sample(logits, batch.draws, self._counts)
+            ids = torch.where(ids < 0, pool[(-1 - ids).clamp_min(0)].clamp_min(0), ids)
+        return (yield from self.model.pieces(replace(step, token_ids=ids), self.kv))
+
+    def _decode_step(self, step: Step, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """-> logits [S, V] of all rows, and the greedy tokens [S], which the pool has then."""
+        step = replace(step, logit_rows=None)
+        logits = self.model.logits(self.model.final(*attend(self._pieces(step), step), step))
+        return logits, self._greedy(logits, slots)
+
+    def _greedy(self, logits: Tensor, slots: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return tokens_triton().greedy_into(logits, slots, self._pool)
+        return self._keep(slots, greedy(logits))
+
+    def _keep(self, slots: Tensor, tokens: Tensor) -> Tensor:
+        self._pool[slots] = tokens
+        return tokens
+
+    def _sample(self, logits: Tensor, tokens: Tensor | None, batch: Batch, requests: list[Request],
+                begin: torch.cuda.Event | None) -> Callable[[], Sampled]:
+        """tokens: greedy ones, if they are known. begin: of a step whose time is to be counted."""
+        slots = batch.slots[: len(requests)]
+        if batch.draws is not None:
+            tokens = self._keep(slots, sample(logits, batch.draws, self._counts))
             if batch.draws.penalized is not None:
                 rows = batch.draws.penalized
-                self._counts.add(batch.slots[rows], tokens[rows])
-        self._pool[batch.slots] = tokens
+                self._counts.add(slots[rows], tokens[rows])
+        elif tokens is None:
+            tokens = self._greedy(logits, slots)
         results = [tokens]
         if batch.logprob_rows:
             rows = self._stage.index(batch.logprob_rows)
             results.extend(logprobs(logits[rows], tokens[rows], batch.logprob_count))
-        wait = self._to_host(results)
+        wait = self._to_host(results, begin)
 
         def sampled() -> Sampled:
             drawn, *extra = wait()
@@ -128,38 +178,92 @@ class ModelRunner:
 
         return sampled
 
-    def _to_host(self, tensors: list[Tensor]) -> Callable[[], list[list]]:
+    def _mark(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _to_host(self, tensors: list[Tensor], begin: torch.cuda.Event | None) -> Callable[[], list[list]]:
         if self.device.type != "cuda":
             return lambda: [tensor.tolist() for tensor in tensors]
         hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for host, tensor in zip(hosts, tensors):
             host.copy_(tensor, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        done, (before, self._last) = self._mark(), (self._last, None)
+        if begin is not None:
+            self._last = done
 
         def wait() -> list[list]:
             done.synchronize()
+            if before is not None and begin is not None and (period_ms := before.elapsed_time(done)) < LONGEST_STEP_MS:
+                self.decode_wall_s += period_ms / 1e3
+                self.decode_busy_s += min(begin.elapsed_time(done), period_ms) / 1e3
+                self.decode_steps += 1
             return [host.tolist() for host in hosts]
 
         return wait
 
     @torch.inference_mode()
-    def _record(self, graphs: DecodeGraphs) -> None:
-        """All decode graphs there can be, before the first request, so that no user's step waits for one. The one row that
-        is not padding writes to block 0, which nobody owns yet."""
+    def _record(self, decode: Iterable[tuple[int, int]], mixed: Iterable[int]) -> None:
+        """Graphs for decode steps of these (rows, width) and mixed steps of these numbers of tokens, before the first request.
+        The one row that is not padding writes to block 0, which nobody owns yet."""
         request = Request("", 0, [0], SamplingParams(max_tokens=None), 2, frozenset(), 0)
         request.slot, request.admission, request.num_tokens, request.blocks = 0, -1, 2, [0]
-        plan = Plan([request], [0], [1], 1, [0])
-        for width in graphs.widths:
-            for rows in reversed(graphs.rows):
-                graphs.run(self._stage.pack(plan, rows, width).step)
+        for rows, width in decode:
+            batch = self._stage.pack(Plan([request], [0], [1], 1, [0]), rows, width)
+            self._decode.record(batch.step, batch.slots)
+        for tokens in mixed:
+            step = self._stage.pack(Plan([request], [0], [1], 0, [0]), tokens=tokens).step
+            self._mixed.record(step)
         torch.cuda.synchronize(self.device)
 
-    @torch.inference_mode()
+    def _open_graphs(self, max_batch: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Fresh graphs, and all that there can be, the largest first."""
+        recorder = Recorder(self._recording)
+        self._decode = DecodeGraphs(self._decode_step, recorder, max_batch, self._stage.width)
+        self._mixed = MixedGraphs(self._pieces, recorder, self.max_batched_tokens)
+        rows, widths = self._decode.rows, self._decode.widths
+        return [(r, w) for w in reversed(widths) for r in reversed(rows)], self._mixed.tokens[::-1]
+
+    def _measure_graphs(self, max_batch: int, cache: Callable[[int], list]) -> int:
+        """Bytes that all graphs will take: of each kind record the largest, then three more, over a cache of one block."""
+        self.kv, total = cache(1), GRAPH_SLACK_BYTES
+        for kind in range(2):
+            shapes = self._open_graphs(max_batch)[kind]
+            for some, of in ((shapes[:1], 1), (shapes[1:4], len(shapes) - 1)):
+                before = self._taken()
+                self._record(*((some, []) if kind == 0 else ([], some)))
+                total += self._more_than(before) * of // max(1, len(some))
+            self._decode = self._mixed = None
+        del self.kv
+        gc.collect()
+        return total
+
+    def _taken(self) -> tuple[int, int]:
+        """Bytes that torch has, and that are not free on the device (the driver also gives some back, as it likes)."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return torch.cuda.memory_reserved(self.device), total - free
+
+    def _more_than(self, before: tuple[int, int]) -> int:
+        return max(0, *(now - then for now, then in zip(self._taken(), before)))
+
     def _measure(self, limits: Limits, num_tokens: int, cache: Callable[[int], list]) -> int:
-        """Bytes that the largest step needs beside weights and cache: run it, with everything the sampler can do."""
+        """Bytes that the largest step needs beside weights, cache and graphs."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
+        self.kv = cache(1)
+        self._largest_step(limits, num_tokens)
+        del self.kv
+        used = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        return used
+
+    def _largest_step(self, limits: Limits, num_tokens: int) -> None:
+        """Prompts of so many tokens in every slot, with everything the sampler can do; they write to block 0."""
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=None)
         requests, left = [], num_tokens
         for slot in range(limits.max_batch):
@@ -170,9 +274,4 @@ class ModelRunner:
             requests.append(request)
             left -= length
         lengths = [request.num_prompt for request in requests]
-        self.kv = cache(1)
         self.launch(Plan(requests, [0] * len(requests), lengths, 0, list(range(len(requests)))))()
-        del self.kv
-        used = torch.cuda.max_memory_allocated(self.device) - before + GRAPH_BYTES
-        torch.cuda.empty_cache()
-        return used

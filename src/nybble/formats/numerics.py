@@ -37,11 +37,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), absmax / 127.0
 
 
-def quantize_min_max(x: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_min_max(x: Tensor, levels: int, centred: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Asymmetric over the last axis, as the KV cache stores it: (uint8 codes, float16 scale, float16 minimum).
 
     The codes are computed against the *stored* half-precision scale and minimum, so that code * scale + minimum is the
-    nearest the cache can hold. A constant vector has scale 0, codes 0 and comes back as its minimum.
+    nearest the cache can hold. A constant vector has scale 0, codes 0 and comes back as its minimum. centred: the minimum
+    that is returned makes the errors sum to zero, so that the vector's component along (1, .., 1) is kept in half precision.
     """
     wide = x.float()
     low, high = wide.amin(-1), wide.amax(-1)
@@ -50,6 +51,8 @@ def quantize_min_max(x: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     step = scale.float()
     inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
     codes = torch.round((wide - minimum.float()[..., None]) * inverse[..., None]).clamp_(0, levels)
+    if centred:
+        minimum = (wide - codes * step[..., None]).mean(-1).to(torch.float16)
     return codes.to(torch.uint8), scale, minimum
 
 

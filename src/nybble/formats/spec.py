@@ -93,8 +93,9 @@ SCHEMES: dict[str, Scheme] = {
     )
 }
 
-# K and V as stored in the cache. Per token and head with an fp16 scale and minimum for the integers; fp8 takes scales from
-# the checkpoint (or 1.0). Arithmetic on what is read back is never 8-bit floating point.
+# K and V as stored in the cache. The integers have an fp16 scale and minimum per token and head, int4 for each half of the
+# head's channels; fp8 takes scales from the checkpoint (or 1.0). Arithmetic on what is read back is never 8-bit floats.
+INT4_KV_GROUPS = 2
 KV: dict[str, Spec] = {
     "fp32": Spec(FP32, ()),
     "bf16": Spec(BF16, ()),

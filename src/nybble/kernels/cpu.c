@@ -742,86 +742,121 @@ EXPORT void nybble_silu_mul(const float *x, float *out, int8_t *codes, float *sc
 /* Block b, head h, token t, channel d at ((b * kv_heads + h) * block_size + t) * stored channels + d. */
 typedef struct {
   void *k, *v;
-  uint16_t *k_params, *v_params; /* half (scale, minimum) per vector, int8 and int4 only */
+  uint16_t *k_params, *v_params; /* half (scale, minimum) per vector of int8, per half of a vector of int4 */
   int64_t kind, kv_heads, block_size, dim;
 } Cache;
 
-static void encode(const float *x, long dim, int kind, void *store_at, uint16_t *params, long vector) {
-  if (kind == FP32) {
-    memcpy((float *)store_at + vector * dim, x, (size_t)dim * 4);
-  } else if (kind == BF16 || kind == FP16) {
-    uint16_t *h = (uint16_t *)store_at + vector * dim;
-    for (long i = 0; i < dim; i++) h[i] = kind == BF16 ? to_bf16(x[i]) : to_half(x[i]);
+/* Where the (scale, minimum) of half g of an int4 vector is: [block, head, half, token]. */
+ALWAYS long half_at(const Cache *c, long vector, long g) {
+  const long token = vector % c->block_size;
+  return 2 * (vector - token) + g * c->block_size + token;
+}
+
+/* n values to codes of 0 .. levels over their own range. codes: n of them and room for a whole F. */
+ALWAYS void encode_range(const float *x, long n, float levels, uint8_t *codes, uint16_t *pair) {
+  F low = splat(x[0]), high = low;
+  I bad = splat_int(0);
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    F v = load(x + i);
+    low = minimum(low, v), high = maximum(high, v), bad = or_int(bad, is_nan(v));
+  }
+  float bottom = -max16(sub(splat(0), low)), top = max16(high);
+  for (; i < n; i++) {
+    bottom = MIN(bottom, x[i]), top = MAX(top, x[i]);
+    if (x[i] != x[i]) bad = splat_int(1);
+  }
+  if (any(bad)) bottom = top = NAN;
+  pair[0] = to_half((top - bottom) / levels), pair[1] = to_half(bottom);
+  const float step = from_half(pair[0]);
+  const F inverse = splat(step > 0 ? 1.0f / step : 0.0f), offset = splat(from_half(pair[1]));
+  for (i = 0; i < n; i += LANES) {
+    const long part = MIN(LANES, n - i);
+    F t = mul(sub(load_part(x + i, part), offset), inverse);
+    store_rounded(codes + i, minimum(maximum(t, splat(0)), splat(levels)), part);
+  }
+}
+
+static void encode(const Cache *c, const float *x, int is_v, long vector) {
+  const long dim = c->dim, half = dim / 2, quarter = dim / 4;
+  void *at = is_v ? c->v : c->k;
+  uint16_t *params = is_v ? c->v_params : c->k_params;
+  if (c->kind == FP32) {
+    memcpy((float *)at + vector * dim, x, (size_t)dim * 4);
+  } else if (c->kind == BF16 || c->kind == FP16) {
+    uint16_t *h = (uint16_t *)at + vector * dim;
+    for (long i = 0; i < dim; i++) h[i] = c->kind == BF16 ? to_bf16(x[i]) : to_half(x[i]);
+  } else if (c->kind == INT8) {
+    encode_range(x, dim, 255, (uint8_t *)at + vector * dim, params + vector * 2);
   } else {
-    const float levels = kind == INT8 ? 255 : 15;
-    F low = splat(x[0]), high = low;
-    I bad = splat_int(0);
-    long i = 0;
-    for (; i + LANES <= dim; i += LANES) {
-      F v = load(x + i);
-      low = minimum(low, v), high = maximum(high, v), bad = or_int(bad, is_nan(v));
-    }
-    float bottom = -max16(sub(splat(0), low)), top = max16(high);
-    for (; i < dim; i++) {
-      bottom = MIN(bottom, x[i]), top = MAX(top, x[i]);
-      if (x[i] != x[i]) bad = splat_int(1);
-    }
-    if (any(bad)) bottom = top = NAN;
-    const uint16_t step_half = to_half((top - bottom) / levels), min_half = to_half(bottom);
-    const float step = from_half(step_half);
-    const F inverse = splat(step > 0 ? 1.0f / step : 0.0f), offset = splat(from_half(min_half));
-    params[vector * 2] = step_half, params[vector * 2 + 1] = min_half;
-    uint8_t wide[dim], *codes = kind == INT8 ? (uint8_t *)store_at + vector * dim : wide;
-    for (i = 0; i < dim; i += LANES) {
-      const long part = MIN(LANES, dim - i);
-      F t = mul(sub(load_part(x + i, part), offset), inverse);
-      store_rounded(codes + i, minimum(maximum(t, splat(0)), splat(levels)), part);
-    }
-    if (kind == INT4) {
-      uint8_t *packed = (uint8_t *)store_at + vector * (dim / 2);
-      for (i = 0; i < dim / 2; i++) packed[i] = (uint8_t)(wide[i] | wide[i + dim / 2] << 4);
+    uint8_t codes[half + LANES], *packed = (uint8_t *)at + vector * half;
+    memset(codes, 0, sizeof codes);
+    for (long g = 0; g < 2; g++, x += half) {
+      uint16_t *pair = params + 2 * half_at(c, vector, g);
+      encode_range(x, half, 15, codes, pair);
+      const F step = splat(from_half(pair[0]));
+      F error = splat(0); /* the minimum makes the errors sum to zero */
+      for (long i = 0; i < half; i += LANES)
+        error = add(error, sub(load_part(x + i, MIN(LANES, half - i)), mul(load_codes(codes + i), step)));
+      pair[1] = to_half(sum16(error) / (float)half);
+      for (long j = 0; j < quarter; j++) packed[2 * j + g] = (uint8_t)(codes[j] | codes[quarter + j] << 4);
     }
   }
 }
 
 /* One stored vector to `dim` floats. */
-ALWAYS void decode(const void *stored, const uint16_t *params, long vector, int kind, long dim, float *x) {
+ALWAYS void decode(const Cache *c, const void *stored, const uint16_t *params, long vector, int kind, long dim, float *x) {
   long i = 0;
   if (kind == FP32) {
     memcpy(x, (const float *)stored + vector * dim, (size_t)dim * 4);
   } else if (kind == BF16 || kind == FP16) {
     for (; i + LANES <= dim; i += LANES) store(x + i, load_as(stored, vector * dim + i, kind));
     if (i < dim) store_part(x + i, load_part_as(stored, vector * dim + i, kind, dim - i), dim - i);
+  } else if (kind == INT8) {
+    const F scales = splat(from_half(params[vector * 2])), lows = splat(from_half(params[vector * 2 + 1]));
+    const uint8_t *codes = (const uint8_t *)stored + vector * dim;
+    for (; i + LANES <= dim; i += LANES) store(x + i, fma16(load_codes(codes + i), scales, lows));
+    if (i < dim) {
+      uint8_t t[LANES] = {0};
+      memcpy(t, codes + i, (size_t)(dim - i));
+      store_part(x + i, fma16(load_codes(t), scales, lows), dim - i);
+    }
   } else {
-    const float scale = from_half(params[vector * 2]), low = from_half(params[vector * 2 + 1]);
-    const F scales = splat(scale), lows = splat(low);
-    if (kind == INT8) {
-      const uint8_t *codes = (const uint8_t *)stored + vector * dim;
-      for (; i + LANES <= dim; i += LANES) store(x + i, fma16(load_codes(codes + i), scales, lows));
-      if (i < dim) {
-        uint8_t t[LANES] = {0};
-        memcpy(t, codes + i, (size_t)(dim - i));
-        store_part(x + i, fma16(load_codes(t), scales, lows), dim - i);
-      }
-    } else {
-      typedef uint8_t v16b __attribute__((vector_size(16)));
-      const long half = dim / 2;
-      const uint8_t *codes = (const uint8_t *)stored + vector * half;
-      for (; i < half; i += LANES) {
-        const long part = MIN(LANES, half - i);
-        v16b pairs = {0}, low_codes, high_codes;
-        if (part == LANES) memcpy(&pairs, codes + i, LANES);
-        else memcpy(&pairs, codes + i, (size_t)part);
-        low_codes = pairs & 15, high_codes = pairs >> 4;
-        store_part(x + i, fma16(load_codes((const uint8_t *)&low_codes), scales, lows), part);
-        store_part(x + half + i, fma16(load_codes((const uint8_t *)&high_codes), scales, lows), part);
+    typedef uint16_t v16u __attribute__((vector_size(32)));
+    typedef uint8_t v16b __attribute__((vector_size(16)));
+    const long quarter = dim / 4;
+    const uint8_t *codes = (const uint8_t *)stored + vector * (dim / 2);
+    F scales[2], lows[2];
+    UNROLL for (int g = 0; g < 2; g++) {
+      const uint16_t *pair = params + 2 * half_at(c, vector, g);
+      scales[g] = splat(from_half(pair[0])), lows[g] = splat(from_half(pair[1]));
+    }
+    for (; i < quarter; i += LANES) {
+      const long part = MIN(LANES, quarter - i);
+      v16u units = {0};
+      if (part == LANES) memcpy(&units, codes + 2 * i, 2 * LANES);
+      else memcpy(&units, codes + 2 * i, 2 * (size_t)part);
+      UNROLL for (int n = 0; n < 4; n++) { /* quarter n of the channels */
+        const v16b nibbles = __builtin_convertvector(units >> (4 * n) & 15, v16b);
+        store_part(x + n * quarter + i, fma16(load_codes((const uint8_t *)&nibbles), scales[n / 2], lows[n / 2]), part);
       }
     }
   }
 }
 
+/* y = (x - shift) times a matrix [dim][dim]; no shift: NULL. */
+static void turn_row(const float *x, const float *shift, const float *matrix, float *y, long dim) {
+  for (long e = 0; e < dim; e += LANES) {
+    const long part = MIN(LANES, dim - e);
+    F sum = splat(0);
+    for (long d = 0; d < dim; d++)
+      sum = fma16(splat(shift ? x[d] - shift[d] : x[d]), load_part(matrix + d * dim + e, part), sum);
+    store_part(y + e, sum, part);
+  }
+}
+
 typedef struct {
-  const float *qkv, *cos_sin, *q_norm, *k_norm;
+  const float *qkv, *cos_sin, *q_norm, *k_norm, *q_turn, *k_turn, *shift, *v_turn; /* turns: [kv head][dim][dim], or NULL */
   float *q;
   Cache cache;
   const int32_t *positions;
@@ -841,11 +876,12 @@ static void rope_task(void *data, long task) {
       const float *x = r->qkv + (t * all + h) * dim;
       const int is_q = h < r->heads, is_v = h >= r->heads + c->kv_heads;
       if (!is_q && slot < 0) break;
-      float local[dim], *y = is_q ? r->q + (t * r->heads + h) * dim : local;
+      float local[dim], spare[dim], *out = is_q ? r->q + (t * r->heads + h) * dim : local, *y = r->q_turn ? spare : out;
       const long head = h - r->heads - (is_v ? c->kv_heads : 0);
       const long vector = is_q ? 0 : (slot / c->block_size * c->kv_heads + head) * c->block_size + slot % c->block_size;
       if (is_v) {
-        encode(x, dim, (int)c->kind, c->v, c->v_params, vector);
+        if (r->v_turn) turn_row(x, NULL, r->v_turn + head * dim * dim, spare, dim);
+        encode(c, r->v_turn ? spare : x, 1, vector);
         continue;
       }
       const float *weight = is_q ? r->q_norm : r->k_norm;
@@ -856,17 +892,35 @@ static void rope_task(void *data, long task) {
         y[i + half] = b * cosine[i] + a * sine[i];
       }
       if (y != x) memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * 4);
-      if (!is_q) encode(y, dim, (int)c->kind, c->k, c->k_params, vector);
+      if (r->q_turn && is_q) turn_row(y, NULL, r->q_turn + h / (r->heads / c->kv_heads) * dim * dim, out, dim);
+      else if (r->q_turn) turn_row(y, r->shift + head * dim, r->k_turn + head * dim * dim, out, dim);
+      if (!is_q) encode(c, out, 0, vector);
     }
   }
 }
-EXPORT void nybble_rope_write(const float *qkv, float *q, const float *cos_sin, const float *q_norm, const float *k_norm, void *k,
-                              void *v, uint16_t *k_params, uint16_t *v_params, const int32_t *positions, const int64_t *slots,
+EXPORT void nybble_rope_write(const float *qkv, float *q, const float *cos_sin, const float *q_norm, const float *k_norm,
+                              const float *q_turn, const float *k_turn, const float *shift, const float *v_turn,
+                              void *k, void *v, uint16_t *k_params, uint16_t *v_params, const int32_t *positions, const int64_t *slots,
                               int64_t kind, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t dim,
                               int64_t rotary, double eps) {
-  Rope r = {qkv, cos_sin, q_norm, k_norm, q, {k, v, k_params, v_params, kind, kv_heads, block_size, dim},
+  Rope r = {qkv, cos_sin, q_norm, k_norm, q_turn, k_turn, shift, v_turn, q, {k, v, k_params, v_params, kind, kv_heads, block_size, dim},
             positions, slots, tokens, heads, rotary, (float)eps};
   parallel(rope_task, &r, (tokens + 3) / 4, (double)tokens * (heads + 2 * kv_heads) * dim / 3);
+}
+
+typedef struct { const float *x, *matrix; float *y; long heads, kv_heads, dim; } Heads;
+static void turn_task(void *data, long token) {
+  const Heads *t = data;
+  for (long h = 0; h < t->heads; h++) {
+    const long at = (token * t->heads + h) * t->dim;
+    turn_row(t->x + at, NULL, t->matrix + h / (t->heads / t->kv_heads) * t->dim * t->dim, t->y + at, t->dim);
+  }
+}
+/* y[token][head] = x[token][head] times the matrix of its KV head. */
+EXPORT void nybble_turn_heads(const float *x, const float *matrix, float *y, int64_t tokens, int64_t heads, int64_t kv_heads,
+                              int64_t dim) {
+  Heads t = {x, matrix, y, heads, kv_heads, dim};
+  parallel(turn_task, &t, tokens, (double)tokens * heads * dim * dim / 20);
 }
 
 /* ---- attention ----------------------------------------------------------------------------------------------------------- */
@@ -956,8 +1010,8 @@ ALWAYS void transpose16(const float *a, long lda, float *b, long ldb) {
 #define TILE_KINDS(KIND)                                                                                                    \
   for (long i = 0; i < count; i++, vector++, left--) {                                                                      \
     if (left == 0) vector = (*table++ * c->kv_heads + head) * c->block_size, left = c->block_size;                          \
-    decode(c->k, c->k_params, vector, KIND, dim, rows + i * padded);                                                        \
-    decode(c->v, c->v_params, vector, KIND, dim, values + i * padded);                                                      \
+    decode(c, c->k, c->k_params, vector, KIND, dim, rows + i * padded);                                                        \
+    decode(c, c->v, c->v_params, vector, KIND, dim, values + i * padded);                                                      \
     for (long d = dim; d < padded; d++) rows[i * padded + d] = values[i * padded + d] = 0;                                  \
   }
 static void read_tile(const Cache *c, const int32_t *table, long head, long base, long count, long padded, float *rows,

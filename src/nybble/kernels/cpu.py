@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from nybble.formats.qtensor import QTensor, dequantize, inner_codes
 from nybble.formats.spec import INT4, INT8, PER_TOKEN_INT8
 from nybble.kernels import reference
 from nybble.kernels.registry import LinearKernel, LinearShape, Ops
-from nybble.kernels.types import LayerKV, Rows, Step
+from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # Fused multiply-adds are written out in the source: the compiler may not choose them, or bits would depend on inlining.
@@ -45,7 +45,8 @@ SIGNATURES = {
     "nybble_quantize_rows": (_p, _p, _p, _i, _i),
     "nybble_rms_norm": (_p, _p, _p, _p, _p, _p, _p, _i, _i, _f),
     "nybble_silu_mul": (_p, _p, _p, _p, _i, _i),
-    "nybble_rope_write": (*(_p,) * 11, *(_i,) * 7, _f),
+    "nybble_turn_heads": (*(_p,) * 3, *(_i,) * 4),
+    "nybble_rope_write": (*(_p,) * 15, *(_i,) * 7, _f),
     "nybble_attention": (*(_p,) * 9, *(_i,) * 8, _f),
 }
 
@@ -177,6 +178,9 @@ def _accepts_int8(shape: LinearShape) -> str | None:
 def _pack_int8(weight: QTensor | Tensor, shape: LinearShape) -> PackedLinear:
     assert isinstance(weight, QTensor)
     n, k = weight.shape
+    if weight.over is not None and torch.equal(weight.scale, weight.scale.round()) and float(weight.scale.max()) <= 16:
+        # whole group scales: the same numbers as ordinary groups, which take half the bytes of the int8 grid
+        weight = replace(weight, spec=replace(weight.spec, over=None), scale=weight.scale * weight.over, over=None)
     four_bits = weight.over is None and weight.spec.num == INT4
     codes, scale, order = weight.codes, weight.scale, None
     if weight.over is not None:
@@ -323,19 +327,20 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _rope_write(
     loaded: ctypes.CDLL, qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
-    k_norm: Tensor | None, eps: float,
+    k_norm: Tensor | None, eps: float, turn: Turn | None = None,
 ) -> Tensor:
-    if not _takes(kv, step) or not _wide(qkv, cos_sin, q_norm, k_norm):
-        return reference.rope_write(qkv, kv, step, cos_sin, kv_heads, q_norm, k_norm, eps)
+    turns = (None,) * 4 if turn is None else (turn.q, turn.k, turn.shift, turn.v)
+    if not _takes(kv, step) or not _wide(qkv, cos_sin, q_norm, k_norm, *turns):
+        return reference.rope_write(qkv, kv, step, cos_sin, kv_heads, q_norm, k_norm, eps, turn)
     tokens = qkv.shape[0]
     block_size, dim = kv.k.shape[2], kv.k.shape[3] * (2 if kv.name == "int4" else 1)
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty(tokens, heads, dim)
     positions, slots = step.positions, step.slots  # kept in locals while their pointers are in use
     loaded.nybble_rope_write(
-        qkv.data_ptr(), q.data_ptr(), cos_sin.data_ptr(), _pointer(q_norm), _pointer(k_norm), kv.k.data_ptr(),
-        kv.v.data_ptr(), _pointer(kv.k_params), _pointer(kv.v_params), positions.data_ptr(), slots.data_ptr(),
-        KINDS[kv.name], tokens, heads, kv_heads, block_size, dim, cos_sin.shape[1], eps,
+        qkv.data_ptr(), q.data_ptr(), cos_sin.data_ptr(), _pointer(q_norm), _pointer(k_norm),
+        *map(_pointer, turns), kv.k.data_ptr(), kv.v.data_ptr(), _pointer(kv.k_params), _pointer(kv.v_params),
+        positions.data_ptr(), slots.data_ptr(), KINDS[kv.name], tokens, heads, kv_heads, block_size, dim, cos_sin.shape[1], eps,
     )
     return q
 
@@ -354,6 +359,14 @@ def _attention(loaded: ctypes.CDLL, q: Tensor, kv: LayerKV, step: Step, scale: f
     return out
 
 
+def _turn_heads(loaded: ctypes.CDLL, x: Tensor, matrix: Tensor) -> Tensor:
+    if not _wide(x, matrix):
+        return reference.turn_heads(x, matrix)
+    out = torch.empty_like(x)
+    loaded.nybble_turn_heads(x.data_ptr(), matrix.data_ptr(), out.data_ptr(), *x.shape[:2], matrix.shape[0], x.shape[2])
+    return out
+
+
 def _logits(loaded: ctypes.CDLL, hidden: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype not in FLOAT_KINDS or not weight.is_contiguous():
         return reference.logits(hidden, weight)
@@ -366,5 +379,5 @@ def ops(*defines: str) -> Ops | None:
     if loaded is None:
         return None
     bound = (functools.partial(f, loaded)
-             for f in (_rms_norm, _silu_mul, _quantize_rows, _rope_write, _attention, _logits))
+             for f in (_rms_norm, _silu_mul, _quantize_rows, _rope_write, _attention, _logits, _turn_heads))
     return Ops(f"cpu ({loaded.nybble_instructions().decode()})", *bound)

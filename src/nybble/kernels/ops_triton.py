@@ -18,10 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nybble.formats.spec import KV
 from nybble.kernels import attention_triton, linear_triton
 from nybble.kernels.registry import Ops
-from nybble.kernels.types import LayerKV, Rows, Step
+from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 below 2^22 to the nearest integer, ties to even, on every device.
 _ROUND = tl.constexpr(12582912.0)
+TURNED_ROWS = 32  # of one program, whatever the batch: a row's bits must not depend on it
 _SMALLEST_ABSMAX = tl.constexpr(1e-10)  # formats.numerics.SMALLEST_ABSMAX
 
 
@@ -210,27 +211,33 @@ def _write_half(ptr, token, column, kept, x, WIDTH: tl.constexpr, KIND: tl.const
 
 
 @triton.jit
+def _codes(low, high, kept, LEVELS: tl.constexpr, COUNT: tl.constexpr, CENTRED: tl.constexpr):
+    """`formats.numerics.quantize_min_max` of COUNT values a row, in two pieces -> uint8 codes of both, scale, minimum."""
+    least = tl.min(tl.where(kept, tl.minimum(low, high), float("inf")), 1)[:, None]
+    most = tl.max(tl.where(kept, tl.maximum(low, high), float("-inf")), 1)[:, None]
+    step = tl.math.div_rn(most - least, LEVELS).to(tl.float16)
+    minimum = least.to(tl.float16)
+    wide = step.to(tl.float32)
+    inverse = tl.where(wide > 0, tl.math.div_rn(1.0, tl.where(wide > 0, wide, 1.0)), 0.0)
+    # The minimum may be rounded to either side, so both ends are clamped.
+    low_codes = tl.minimum(tl.maximum(_round((low - minimum.to(tl.float32)) * inverse), 0.0), LEVELS)
+    high_codes = tl.minimum(tl.maximum(_round((high - minimum.to(tl.float32)) * inverse), 0.0), LEVELS)
+    if CENTRED:
+        error = tl.where(kept, (low - low_codes * wide) + (high - high_codes * wide), 0.0)
+        minimum = (tl.sum(error, 1)[:, None] / COUNT).to(tl.float16)
+    return low_codes.to(tl.uint8), high_codes.to(tl.uint8), step, minimum
+
+
+@triton.jit
 def _write_heads(ptr, params_ptr, token, head_kept, low, high, column, half_kept, scale,
                  DIM: tl.constexpr, KIND: tl.constexpr):
     """Quantize heads given as two halves of their channels and store them at `token` (a row of the cache) [heads, 1]."""
     half: tl.constexpr = DIM // 2
     kept = head_kept & half_kept
-    if KIND == "int8" or KIND == "int4":
-        levels: tl.constexpr = 255.0 if KIND == "int8" else 15.0
-        least = tl.min(tl.where(half_kept, tl.minimum(low, high), float("inf")), 1)[:, None]
-        most = tl.max(tl.where(half_kept, tl.maximum(low, high), float("-inf")), 1)[:, None]
-        step = tl.math.div_rn(most - least, levels).to(tl.float16)
-        minimum = least.to(tl.float16)
-        wide = step.to(tl.float32)
-        inverse = tl.where(wide > 0, tl.math.div_rn(1.0, tl.where(wide > 0, wide, 1.0)), 0.0)
-        # The minimum may be rounded to either side, so both ends are clamped.
-        low = tl.minimum(tl.maximum(_round((low - minimum.to(tl.float32)) * inverse), 0.0), levels).to(tl.uint8)
-        high = tl.minimum(tl.maximum(_round((high - minimum.to(tl.float32)) * inverse), 0.0), levels).to(tl.uint8)
-        if KIND == "int8":
-            tl.store(ptr + token * DIM + column, low, mask=kept)
-            tl.store(ptr + token * DIM + half + column, high, mask=kept)
-        else:
-            tl.store(ptr + token * half + column, low | (high << 4), mask=kept)
+    if KIND == "int8":
+        low, high, step, minimum = _codes(low, high, half_kept, 255.0, DIM, False)
+        tl.store(ptr + token * DIM + column, low, mask=kept)
+        tl.store(ptr + token * DIM + half + column, high, mask=kept)
         tl.store(params_ptr + token * 2, step, mask=head_kept)
         tl.store(params_ptr + token * 2 + 1, minimum, mask=head_kept)
     else:
@@ -239,12 +246,28 @@ def _write_heads(ptr, params_ptr, token, head_kept, low, high, column, half_kept
 
 
 @triton.jit
+def _write_int4(ptr, params_ptr, token, offset, head_kept, a, b, c, d, column, quarter_kept,
+                DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Heads given as quarters of their channels. ptr: 16-bit units of a nibble of each. offset: of `token` in its block."""
+    a, b, step, minimum = _codes(a, b, quarter_kept, 15.0, DIM // 2, True)
+    c, d, second_step, second_minimum = _codes(c, d, quarter_kept, 15.0, DIM // 2, True)
+    unit = a.to(tl.int32) | (b.to(tl.int32) << 4) | (c.to(tl.int32) << 8) | (d.to(tl.int32) << 12)
+    tl.store(ptr + token * (DIM // 4) + column, unit.to(tl.int16), mask=head_kept & quarter_kept)
+    pair = params_ptr + 2 * (2 * token - offset)
+    tl.store(pair, step, mask=head_kept)
+    tl.store(pair + 1, minimum, mask=head_kept)
+    tl.store(pair + 2 * BLOCK_SIZE, second_step, mask=head_kept)
+    tl.store(pair + 2 * BLOCK_SIZE + 1, second_minimum, mask=head_kept)
+
+
+@triton.jit
 def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, position_ptr, slot_ptr, cos_sin_ptr,
                        q_norm_ptr, k_norm_ptr, eps, k_scale, v_scale,
                        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-                       ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr):
-    """One program: GROUP heads of one kind (Q, K or V by program_id(1)) of one token, as two halves of their channels."""
+                       QUARTER: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+                       KIND: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr):
+    """One program: GROUP heads of one kind (Q, K or V by program_id(1)) of one token, as two halves of their channels (what
+    int4 stores: quarters)."""
     _follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -273,17 +296,169 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
             head_kept = head < KV_HEADS
             kept = head_kept & half_kept
             target = ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-            if is_k:
-                base = (HEADS + head) * DIM
+            base = (HEADS + head + tl.where(is_k, 0, KV_HEADS)) * DIM
+            if KIND == "int4":
+                short = tl.arange(0, QUARTER)[None, :]
+                short_kept = short < DIM // 4
+                if is_k:
+                    inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
+                    every = head_kept & short_kept
+                    a = _rotated_half(row, base, short, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+                    b = _rotated_half(row, base, short + DIM // 4, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+                    c = _rotated_half(row, base, short + DIM // 2, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+                    d = _rotated_half(row, base, short + 3 * (DIM // 4), every, k_norm_ptr, inverse_rms, cos_sin, K_NORM,
+                                      ROTARY)
+                    _write_int4(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, head_kept, a, b, c, d, short, short_kept,
+                                DIM, BLOCK_SIZE)
+                else:
+                    a, b, c, d = _plain_quarters(row, base, short, head_kept & short_kept, DIM)
+                    _write_int4(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, head_kept, a, b, c, d, short, short_kept,
+                                DIM, BLOCK_SIZE)
+            elif is_k:
                 inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
                 low = _rotated_half(row, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
                 high = _rotated_half(row, base, column + DIM // 2, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
                 _write_heads(k_ptr, k_params_ptr, target, head_kept, low, high, column, half_kept, k_scale, DIM, KIND)
             else:
-                base = (HEADS + KV_HEADS + head) * DIM
                 low = _plain_half(row, base, column, kept)
                 high = _plain_half(row, base, column + DIM // 2, kept)
                 _write_heads(v_ptr, v_params_ptr, target, head_kept, low, high, column, half_kept, v_scale, DIM, KIND)
+
+
+@triton.jit
+def _plain_quarters(x_ptr, base, column, kept, DIM: tl.constexpr):
+    return (_plain_half(x_ptr, base, column, kept), _plain_half(x_ptr, base, column + DIM // 4, kept),
+            _plain_half(x_ptr, base, column + DIM // 2, kept), _plain_half(x_ptr, base, column + 3 * (DIM // 4), kept))
+
+
+@triton.jit
+def _turned_quarter(low, high, matrix_ptr, QUARTER_INDEX: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+                    QUARTER: tl.constexpr):
+    """One quarter of the channels of rows [rows, DIM], given as halves, times a matrix [DIM, DIM]. fp32 [rows, QUARTER]."""
+    inner = tl.arange(0, HALF)[:, None]
+    column = tl.arange(0, QUARTER)[None, :]
+    kept = (inner < DIM // 2) & (column < DIM // 4)
+    at = matrix_ptr + inner * DIM + QUARTER_INDEX * (DIM // 4) + column
+    upper = tl.load(at, mask=kept, other=0.0)
+    lower = tl.load(at + DIM // 2 * DIM, mask=kept, other=0.0)
+    dtype: tl.constexpr = matrix_ptr.dtype.element_ty  # fp16 beside 16-bit activations, which it holds exactly but for range
+    out = tl.dot(low.to(dtype), upper, input_precision="ieee")
+    return tl.dot(high.to(dtype), lower, out, input_precision="ieee")
+
+
+@triton.jit
+def _turned(low, high, matrix_ptr, DIM: tl.constexpr, HALF: tl.constexpr, QUARTER: tl.constexpr):
+    return (_turned_quarter(low, high, matrix_ptr, 0, DIM, HALF, QUARTER),
+            _turned_quarter(low, high, matrix_ptr, 1, DIM, HALF, QUARTER),
+            _turned_quarter(low, high, matrix_ptr, 2, DIM, HALF, QUARTER),
+            _turned_quarter(low, high, matrix_ptr, 3, DIM, HALF, QUARTER))
+
+
+@triton.jit
+def _store_quarters(ptr, a, b, c, d, kept, DIM: tl.constexpr):
+    dtype = ptr.dtype.element_ty
+    tl.store(ptr, a.to(dtype), mask=kept)
+    tl.store(ptr + DIM // 4, b.to(dtype), mask=kept)
+    tl.store(ptr + DIM // 2, c.to(dtype), mask=kept)
+    tl.store(ptr + 3 * (DIM // 4), d.to(dtype), mask=kept)
+
+
+@triton.jit
+def _write_quarters(ptr, params_ptr, target, offset, kept, a, b, c, d, column, quarter_kept, scale,
+                    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
+    if KIND == "int4":
+        _write_int4(ptr, params_ptr, target, offset, kept, a, b, c, d, column, quarter_kept, DIM, BLOCK_SIZE)
+    elif KIND == "int8":
+        # Two halves of pieces, so that one reduction finds the range of all four.
+        low, high, step, minimum = _codes(tl.join(a, b).reshape(a.shape[0], 2 * a.shape[1]),
+                                          tl.join(c, d).reshape(a.shape[0], 2 * a.shape[1]),
+                                          tl.join(quarter_kept, quarter_kept).reshape(1, 2 * a.shape[1]), 255.0, DIM, False)
+        a, b = low.reshape(a.shape[0], a.shape[1], 2).split()
+        c, d = high.reshape(a.shape[0], a.shape[1], 2).split()
+        _store_quarters(ptr + target * DIM + column, a, b, c, d, kept & quarter_kept, DIM)
+        tl.store(params_ptr + target * 2, step, mask=kept)
+        tl.store(params_ptr + target * 2 + 1, minimum, mask=kept)
+    else:
+        every = kept & quarter_kept
+        _write_half(ptr, target, column, every, a, DIM, KIND, scale)
+        _write_half(ptr, target, column + DIM // 4, every, b, DIM, KIND, scale)
+        _write_half(ptr, target, column + DIM // 2, every, c, DIM, KIND, scale)
+        _write_half(ptr, target, column + 3 * (DIM // 4), every, d, DIM, KIND, scale)
+
+
+@triton.jit
+def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, position_ptr, slot_ptr, cos_sin_ptr,
+                       q_norm_ptr, k_norm_ptr, eps, k_scale, v_scale, q_turn_ptr, k_turn_ptr, v_turn_ptr, shift_ptr, tokens,
+                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+                       QUARTER: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+                       KIND: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, V_TURN: tl.constexpr,
+                       PDL: tl.constexpr):
+    """`_rope_write_kernel` with a turn. One program: ROWS rows that share a matrix, Q, K or V of one KV head (program_id(1))
+    of some tokens; of Q those of all heads that read the KV head."""
+    _follow(PDL)
+    group: tl.constexpr = HEADS // KV_HEADS
+    kind = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    token = tl.where(kind == 0, index // group, index)
+    live = token < tokens
+    column = tl.arange(0, HALF)[None, :]
+    half_kept = column < DIM // 2
+    short = tl.arange(0, QUARTER)[None, :]
+    short_kept = short < DIM // 4
+    head = tl.where(kind == 0, kv_head * group + index % group, HEADS + (kind - 1) * KV_HEADS + kv_head)
+    base = (token * (HEADS + 2 * KV_HEADS) + head) * DIM
+    kept = live & half_kept
+    cos_sin = cos_sin_ptr + tl.load(position_ptr + token, mask=live, other=0).to(tl.int64) * ROTARY
+    matrix = kv_head * DIM * DIM
+    if kind == 0:
+        inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, Q_NORM)
+        low = _rotated_half(qkv_ptr, base, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
+        high = _rotated_half(qkv_ptr, base, column + DIM // 2, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
+        a, b, c, d = _turned(low, high, q_turn_ptr + matrix, DIM, HALF, QUARTER)
+        _store_quarters(q_ptr + (token * HEADS + head) * DIM + short, a, b, c, d, live & short_kept, DIM)
+    elif tl.program_id(0) * ROWS < tokens:
+        slot = tl.load(slot_ptr + token, mask=live, other=-1)
+        written = slot >= 0
+        slot = tl.where(written, slot, 0)
+        target = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        if kind == 1:
+            inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, K_NORM)
+            low = _rotated_half(qkv_ptr, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+            high = _rotated_half(qkv_ptr, base, column + DIM // 2, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+            shift = shift_ptr + kv_head * DIM + column
+            low -= tl.load(shift, mask=half_kept, other=0.0)
+            high -= tl.load(shift + DIM // 2, mask=half_kept, other=0.0)
+            a, b, c, d = _turned(low, high, k_turn_ptr + matrix, DIM, HALF, QUARTER)
+            _write_quarters(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, written, a, b, c, d, short, short_kept, k_scale,
+                            DIM, BLOCK_SIZE, KIND)
+        else:
+            if V_TURN:
+                low = _plain_half(qkv_ptr, base, column, kept)
+                high = _plain_half(qkv_ptr, base, column + DIM // 2, kept)
+                a, b, c, d = _turned(low, high, v_turn_ptr + matrix, DIM, HALF, QUARTER)
+            else:
+                a, b, c, d = _plain_quarters(qkv_ptr, base, short, live & short_kept, DIM)
+            _write_quarters(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, written, a, b, c, d, short, short_kept, v_scale,
+                            DIM, BLOCK_SIZE, KIND)
+
+
+@triton.jit
+def _turn_heads_kernel(x_ptr, matrix_ptr, out_ptr, rows, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+                       HALF: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    _follow(PDL)
+    group: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(1)
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    live = index < rows
+    base = ((index // group) * HEADS + kv_head * group + index % group) * DIM
+    column = tl.arange(0, HALF)[None, :]
+    kept = live & (column < DIM // 2)
+    low = _plain_half(x_ptr, base, column, kept)
+    high = _plain_half(x_ptr, base, column + DIM // 2, kept)
+    a, b, c, d = _turned(low, high, matrix_ptr + kv_head * DIM * DIM, DIM, HALF, QUARTER)
+    short = tl.arange(0, QUARTER)[None, :]
+    _store_quarters(out_ptr + base + short, a, b, c, d, live & (short < DIM // 4), DIM)
 
 
 @triton.jit
@@ -298,27 +473,53 @@ def _inverse_rms(x_ptr, base, column, kept, eps, DIM: tl.constexpr, NORM: tl.con
 
 
 def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
-               k_norm: Tensor | None, eps: float) -> Tensor:
-    """`reference.rope_write` in one kernel. Raises ValueError for an odd head_dim, which has no halves to pair."""
+               k_norm: Tensor | None, eps: float, turn: Turn | None = None) -> Tensor:
+    """`reference.rope_write` in one kernel. Raises ValueError for an odd head_dim, which has no halves to pair, and for one of
+    no quarters where those are stored or turned."""
     qkv = qkv.contiguous()
     tokens = qkv.shape[0]
     head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
     if head_dim % 2:
         raise ValueError(f"rotary embedding pairs channels: head_dim {head_dim} is odd")
+    if head_dim % 4 and (turn is not None or kv.name == "int4"):
+        raise ValueError(f"int4 and turned K are written in quarters of a head: head_dim {head_dim} is no multiple of 4")
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
+    k, v = (x.view(torch.int16) if kv.name == "int4" else attention_triton.storage(x) for x in (kv.k, kv.v))
+    operands = (qkv, q, k, v, k if kv.k_params is None else kv.k_params, v if kv.v_params is None else kv.v_params,
+                step.positions, step.slots, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+                eps, kv.k_scale, kv.v_scale)
+    kind = kv.name if KV[kv.name].num.bits <= 8 else "copy"
+    half, quarter = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(max(1, head_dim // 4))
+    if turn is not None:
+        group = heads // kv_heads
+        _turn_write_kernel[(triton.cdiv(tokens * group, TURNED_ROWS), 3 * kv_heads)](
+            *operands, turn.q, turn.k, turn.k if turn.v is None else turn.v, turn.shift, tokens, heads, kv_heads, head_dim,
+            max(16, half), max(16, quarter), cos_sin.shape[1], kv.block_size, TURNED_ROWS, kind, q_norm is not None,
+            k_norm is not None, turn.v is not None, **_launch_options(qkv, 4))
+        return q
     group = min(8, triton.next_power_of_2(max(heads, kv_heads)))
     parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
     _rope_write_kernel[(tokens, parts)](
-        qkv, q, attention_triton.storage(kv.k), attention_triton.storage(kv.v),
-        kv.k if kv.k_params is None else kv.k_params, kv.v if kv.v_params is None else kv.v_params,
-        step.positions, step.slots, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-        eps, kv.k_scale, kv.v_scale, heads, kv_heads, head_dim, triton.next_power_of_2(head_dim // 2), cos_sin.shape[1],
-        kv.block_size, group, kv.name if KV[kv.name].num.bits <= 8 else "copy", q_norm is not None, k_norm is not None,
-        **_launch_options(qkv, 2 if group * head_dim <= 1024 else 4))
+        *operands, heads, kv_heads, head_dim, half, quarter, cos_sin.shape[1], kv.block_size, group, kind,
+        q_norm is not None, k_norm is not None, **_launch_options(qkv, 2 if group * head_dim <= 1024 else 4))
     return q
 
 
-OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, linear_triton.logits)
+def turn_heads(x: Tensor, matrix: Tensor) -> Tensor:
+    """`reference.turn_heads`, to a new tensor."""
+    tokens, heads, head_dim = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tokens:
+        rows = tokens * (heads // matrix.shape[0])
+        half, quarter = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(head_dim // 4)
+        _turn_heads_kernel[(triton.cdiv(rows, TURNED_ROWS), matrix.shape[0])](
+            x.contiguous(), matrix, out, rows, heads, matrix.shape[0], head_dim, max(16, half), max(16, quarter), TURNED_ROWS,
+            **_launch_options(x, 4))
+    return out
+
+
+OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, linear_triton.logits,
+          turn_heads)

@@ -6,6 +6,7 @@ arithmetic is fp32 unless said otherwise; the integer part of quantized products
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor
 from nybble.formats.numerics import FLOAT8, SMALLEST_ABSMAX, quantize_min_max, to_float8
 from nybble.formats.numerics import quantize_rows as quantize_row_codes
 from nybble.formats.qtensor import QTensor, dequantize, expand, inner_codes
-from nybble.formats.spec import FP8, KV, PER_TOKEN_INT8, SCHEMES, Spec
+from nybble.formats.spec import FP8, INT4, INT4_KV_GROUPS, INT8, KV, PER_TOKEN_INT8, SCHEMES, UINT4, Spec, scheme_of
 from nybble.kernels.registry import LinearKernel, LinearShape, Ops
-from nybble.kernels.types import LayerKV, Rows, Step
+from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
 # ---- element-wise -------------------------------------------------------------------------------------------------
 
@@ -81,10 +82,12 @@ def rope_write(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    turn: Turn | None = None,
 ) -> Tensor:
-    """Split the fused projection, norm heads if asked, rotate Q and K, quantize K and V and write them to their slots.
+    """Split the fused projection, norm heads if asked, rotate Q and K, turn both if asked, quantize K and V and write them to
+    their slots.
 
-    qkv [T, (Hq + 2 Hkv) * D] -> rotated Q [T, Hq, D] in qkv's dtype. K is quantized after rotation. Slots < 0 are skipped.
+    qkv [T, (Hq + 2 Hkv) * D] -> Q [T, Hq, D] in qkv's dtype. Slots < 0 are skipped.
     """
     tokens = qkv.shape[0]
     head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
@@ -95,6 +98,9 @@ def rope_write(
     if k_norm is not None:
         k = head_norm(k, k_norm, eps)
     q, k = rotate(q, step.positions, cos_sin), rotate(k, step.positions, cos_sin)
+    if turn is not None:
+        q, k = turn_heads(q, turn.q), turn_heads(k.float() - turn.shift, turn.k)
+        v = v if turn.v is None else turn_heads(v.float(), turn.v)
     kept = step.slots >= 0
     block = (step.slots[kept] // kv.block_size)[:, None]
     offset = (step.slots[kept] % kv.block_size)[:, None]
@@ -109,18 +115,26 @@ def rope_write(
         else:
             codes[block, head, offset] = stored.to(codes.dtype)
         if params is not None and scale_min is not None:
-            params[block, head, offset] = scale_min
+            by_token = params if params.dim() == 4 else params.transpose(2, 3)
+            by_token[block, head, offset] = scale_min
     return q
 
 
+def turn_heads(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [T, heads, D] times its KV head's matrix, [kv_heads, D, D], in fp32; -> x's dtype."""
+    grouped = x.float().unflatten(1, (matrix.shape[0], -1))
+    return torch.einsum("thgd,hde->thge", grouped, matrix.float()).flatten(1, 2).to(x.dtype)
+
+
 def encode_kv(x: Tensor, name: str, scale: float) -> tuple[Tensor, Tensor | None]:
-    """[.., D] float -> what the cache stores and, for integers, float16 (scale, minimum) [.., 2]."""
-    if name in ("int8", "int4"):
-        codes, step, minimum = quantize_min_max(x, 255 if name == "int8" else 15)
-        if name == "int4":
-            low, high = codes.chunk(2, -1)
-            codes = low | (high << 4)
+    """[.., D] float -> what the cache stores and, for integers, float16 (scale, minimum): int8 [.., 2], int4 [.., 2, 2]."""
+    if name == "int8":
+        codes, step, minimum = quantize_min_max(x, 255)
         return codes, torch.stack((step, minimum), -1)
+    if name == "int4":
+        codes, step, minimum = quantize_min_max(x.unflatten(-1, (INT4_KV_GROUPS, -1)), 15, centred=True)
+        a, b, c, d = codes.flatten(-2).chunk(4, -1)
+        return torch.stack((a | b << 4, c | d << 4), -1).flatten(-2), torch.stack((step, minimum), -1)
     if name in ("fp8", "fp8_e5m2"):
         return to_float8(x, scale, KV[name].num), None
     return x, None
@@ -129,7 +143,10 @@ def encode_kv(x: Tensor, name: str, scale: float) -> tuple[Tensor, Tensor | None
 def decode_kv(codes: Tensor, params: Tensor | None, name: str, scale: float) -> Tensor:
     """The inverse of `encode_kv`, in fp32."""
     if name == "int4":
-        codes = torch.cat((codes & 15, codes >> 4), -1)
+        assert params is not None
+        low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+        halves = torch.stack((torch.cat((low & 15, low >> 4), -1), torch.cat((high & 15, high >> 4), -1)), -2)
+        return (halves.float() * params[..., :1].float() + params[..., 1:].float()).flatten(-2)
     if params is not None:
         return codes.float() * params[..., :1].float() + params[..., 1:].float()
     return codes.float() * scale
@@ -143,7 +160,8 @@ def gather_kv(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]
             picked = codes.view(torch.uint8)[blocks].view(codes.dtype)
         else:
             picked = codes[blocks]
-        values = decode_kv(picked, None if params is None else params[blocks], kv.name, scale)
+        by_token = params if params is None or params.dim() == 4 else params.transpose(2, 3)
+        values = decode_kv(picked, None if by_token is None else by_token[blocks], kv.name, scale)
         out.append(values.transpose(0, 1).flatten(1, 2)[:, :length])
     return out[0], out[1]
 
@@ -338,12 +356,77 @@ def _run_scaled_mm(packed: Float8Linear, x: Rows | Tensor) -> Tensor:
     return torch._scaled_mm(codes, weight, scale.contiguous(), weight_scale, out_dtype=packed.dtype, use_fast_accum=False)
 
 
+# ---- weights with zero points under int8 activations --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Zeroed:
+    """A weight packed without its zero points, and what they add per group sum of activations: float32 [groups, N]."""
+
+    weight: Any
+    order: Tensor | None
+    correction: Tensor
+    dtype: torch.dtype
+
+
+def subtract_zeros(y: Tensor, x: Rows, correction: Tensor, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
+    """y float32 [M, N] minus (group sums of x) @ correction [groups, N], in `dtype`. order: [K] group of each channel."""
+    rows, groups = x.codes.shape[0], correction.shape[0]
+    if order is None:
+        sums = x.codes.view(rows, groups, -1).sum(-1, dtype=torch.int32)
+    else:
+        sums = torch.zeros(rows, groups, dtype=torch.int32, device=x.codes.device)
+        sums.index_add_(1, order, x.codes.to(torch.int32))
+    return (y.double() - (sums.double() @ correction.double()) * x.scale[:, None]).to(dtype)
+
+
+def after_zero_points(kernel: LinearKernel, subtract: Callable[..., Tensor] = subtract_zeros) -> LinearKernel:
+    """A kernel for zero points from one for int8 activations that has none: (code - zero) * scale is code * scale, whose
+    product it computes, and -zero * scale times the sum of the group's activations, which `subtract` takes off."""
+
+    def plain(shape: LinearShape) -> LinearShape:
+        weight = shape.scheme.weight
+        assert weight is not None
+        signed = replace(weight, num=INT4 if weight.num == UINT4 else weight.num, zero=False)
+        return replace(shape, scheme=scheme_of(signed, shape.scheme.act), dtype=torch.float32)
+
+    def accepts(shape: LinearShape) -> str | None:
+        weight = shape.scheme.weight
+        if weight is None or not weight.zero or weight.num not in (UINT4, INT8) or weight.tile[0] != 1:
+            return "wants 4- or 8-bit weights with zero points"
+        if weight.group is not None and shape.in_features % weight.group:
+            return f"{shape.in_features} input channels are not whole groups of {weight.group}"
+        return kernel.accepts(plain(shape))
+
+    def pack(weight: QTensor | Tensor, shape: LinearShape) -> Zeroed:
+        assert isinstance(weight, QTensor)
+        assert weight.zero is not None
+        offset = 8 if weight.spec.num == UINT4 else 0
+        inner = plain(shape)
+        assert inner.scheme.weight is not None
+        codes = QTensor(inner.scheme.weight, (weight.codes.to(torch.int16) - offset).to(torch.int8), weight.scale,
+                        order=weight.order)
+        correction = ((weight.zero - offset) * weight.scale).t().contiguous().to(shape.device)
+        order = None if weight.order is None else weight.order.to(shape.device)
+        return Zeroed(kernel.pack(codes, inner), order, correction, shape.dtype)
+
+    def run(packed: Zeroed, x: Rows | Tensor) -> Tensor:
+        assert isinstance(x, Rows)
+        more = () if packed.order is None else (packed.order,)
+        return subtract(kernel.run(packed.weight, x), x, packed.correction, packed.dtype, *more)
+
+    return LinearKernel(f"{kernel.name} + zero points", accepts, pack, run, kernel.takes)
+
+
 SCALED_MM = LinearKernel("torch scaled_mm fp8", _accepts_scaled_mm, _pack_scaled_mm, _run_scaled_mm, None)
 
+TORCH_INT8 = LinearKernel("torch int8", _accepts_int8_act, _pack_int8_act, _run_int8_act, PER_TOKEN_INT8)
+
 KERNELS = (
-    LinearKernel("torch int8", _accepts_int8_act, _pack_int8_act, _run_int8_act, PER_TOKEN_INT8),
+    TORCH_INT8,
+    after_zero_points(TORCH_INT8),
     after_float8(LinearKernel("torch codes", lambda shape: None, _pack_codes, _run_codes, None), "torch fp8"),
     LinearKernel("torch", _accepts_float, _pack_float, _run_float, None),
 )
 
-OPS = Ops("torch", rms_norm, silu_mul, quantize_rows, rope_write, attention, logits)
+OPS = Ops("torch", rms_norm, silu_mul, quantize_rows, rope_write, attention, logits, turn_heads)

@@ -58,6 +58,7 @@ class Ops:
     rope_write: Callable[..., Tensor]
     attention: Callable[[Tensor, LayerKV, Step, float, int], Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
+    turn_heads: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,17 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
     from nybble.kernels import reference
 
     if device.type == "cuda":
-        from nybble.kernels import linear_hopper, linear_triton
+        from nybble.kernels import linear_hopper, linear_triton, zeros_triton
 
-        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, reference.SCALED_MM, *reference.KERNELS)
+        kernels = (k for k in linear_triton.KERNELS if k.takes is not None)
+        zeros = [reference.after_zero_points(k, zeros_triton.subtract) for k in kernels]
+        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, *zeros, reference.SCALED_MM, *reference.KERNELS)
     from nybble.kernels import cpu
 
     compiled = cpu.kernels()
     float8 = [reference.after_float8(k, k.name.replace("float", "fp8")) for k in compiled if k.takes is None]
-    return (*compiled, *float8, *reference.KERNELS)
+    zeros = [reference.after_zero_points(k) for k in compiled if k.takes is not None]
+    return (*compiled, *zeros, *float8, *reference.KERNELS)
 
 
 def ops_for(device: torch.device) -> Ops:

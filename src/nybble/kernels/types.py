@@ -5,9 +5,10 @@ Nothing here knows about requests or schedules; `Step` is what is left of a sche
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nybble.formats.spec import KV, Spec
@@ -25,18 +26,22 @@ class LayerKV:
     """One layer's paged cache. Block b, head h, token t in block, channel d: `k[b, h, t, d]`.
 
     `name` is a key of `formats.spec.KV`. 16/32-bit types store D values of that dtype and no parameters. int8 stores uint8
-    codes [.., D]; int4 packs channel d (low nibble) and d + D/2 (high nibble) in uint8 [.., D // 2]. Both keep
-    (scale, minimum) as float16 [blocks, heads, block, 2]: value = code * scale + minimum. fp8 stores a float8 dtype and uses
-    the per-layer multipliers `k_scale`, `v_scale` (value = code * scale).
+    codes [.., D] and (scale, minimum) as float16 [blocks, heads, block, 2]: value = code * scale + minimum. int4 has such a
+    pair for each half of the channels, [blocks, heads, 2, block, 2], and packs channels j, D/4 + j into byte 2j, D/2 + j,
+    3D/4 + j into byte 2j + 1 of uint8 [.., D // 2], the first of the two in the low nibble. fp8 stores a float8 dtype and uses
+    the per-layer multipliers `k_scale`, `v_scale` (value = code * scale). Where a checkpoint has one per head, these are 1 and
+    `k_heads`, `v_heads` are folded into K, V, Q and the output by the attention layer: kernels never look at them.
     """
 
     name: str
     k: Tensor  # [blocks, kv_heads, block_size, D or D // 2]
     v: Tensor
-    k_params: Tensor | None = None  # float16 [blocks, kv_heads, block_size, 2]
+    k_params: Tensor | None = None  # float16 [blocks, kv_heads, block_size, 2], int4 [blocks, kv_heads, 2, block_size, 2]
     v_params: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    k_heads: Tensor | None = None  # float32 [kv_heads]
+    v_heads: Tensor | None = None
 
     @property
     def spec(self) -> Spec:
@@ -45,6 +50,35 @@ class LayerKV:
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one layer does to K and Q before K is stored, so that few bits hold it: k' = (k - shift) @ k and q' = q @ q, after
+    rotary embedding. `k @ q^T` is the identity, so q' . k' = q . k but for a number per query, which softmax takes away. V may
+    be turned too: v' = v @ v, and what attention gives is multiplied by `out`. All of a query's KV head, [kv_heads, D, D],
+    float32 (a GPU may have float16 beside 16-bit activations)."""
+
+    k: Tensor
+    q: Tensor
+    shift: Tensor  # float32 [kv_heads, D]
+    v: Tensor | None = None
+    out: Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Turn:
+        """On a device, matrices in `dtype`."""
+        matrices = {n: None if x is None else x.to(device, dtype) for n, x in vars(self).items() if n != "shift"}
+        return Turn(**matrices, shift=self.shift.to(device))
+
+
+def scaled(kv: LayerKV, pair: tuple[float | Tensor, float | Tensor] | None) -> LayerKV:
+    """A layer's cache with its (K, V) multipliers: each one number, or float32 [kv_heads]. None: 1."""
+    if pair is None:
+        return kv
+    k, v = (scale.to(kv.k.device, torch.float32) if isinstance(scale, Tensor) else None for scale in pair)
+    if any(heads is not None and heads.shape != (kv.k.shape[1],) for heads in (k, v)):
+        raise ValueError(f"KV scales for {len(k if k is not None else v)} heads do not fit a cache of {kv.k.shape[1]}")
+    return replace(kv, k_scale=pair[0] if k is None else 1.0, v_scale=pair[1] if v is None else 1.0, k_heads=k, v_heads=v)
 
 
 @dataclass(frozen=True)
@@ -63,5 +97,6 @@ class Step:
     block_table: Tensor  # int32 [R, W]
     num_decode: int
     max_query: int  # longest prompt row, 0 when all rows decode
-    max_context: int
+    max_context: int  # at least the longest context
     logit_rows: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
+    max_prompt_context: int | None = None  # the same of prompt rows alone, where that is known

@@ -6,7 +6,7 @@ are one op. Calibration runs the same code a layer at a time, with `observe` tol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,20 @@ from nybble.nn.embed import Embedding, Head
 from nybble.nn.linear import Observe, Part, Projection
 from nybble.nn.mlp import Mlp
 from nybble.nn.norm import RmsNorm
+
+# A forward pass that stops at each attention: yields (attention, queries, cache), is sent what the queries see, and ends with
+# (x, residual). Between two stops nothing depends on how the step's tokens are divided into rows.
+Pieces = Generator[tuple[Attention, Tensor, LayerKV], Tensor, tuple[Tensor, Tensor | None]]
+
+
+def attend(pieces: Pieces, step: Step) -> tuple[Tensor, Tensor | None]:
+    """Run pieces to their end, attention included."""
+    try:
+        attention, q, kv = next(pieces)
+        while True:
+            attention, q, kv = pieces.send(attention.attend(q, kv, step))
+    except StopIteration as end:
+        return end.value
 
 
 @dataclass(frozen=True)
@@ -41,9 +55,13 @@ class Layer:
         self, x: Tensor, residual: Tensor | None, kv: LayerKV, step: Step, observe: Observe | None = None
     ) -> tuple[Tensor, Tensor]:
         """[T, H] and what is still to be added to it -> the same pair after the layer."""
+        return attend(self.pieces(x, residual, kv, step, observe), step)
+
+    def pieces(self, x: Tensor, residual: Tensor | None, kv: LayerKV, step: Step, observe: Observe | None = None) -> Pieces:
         quantize = observe is None
         normed, residual = self.input_norm(x, residual, quantize and self.attention.qkv.takes is not None)
-        x = self.attention(normed, kv, step, observe)
+        attended = yield self.attention, self.attention.project(normed, kv, step, observe), kv
+        x = self.attention.o(attended.flatten(1), observe)
         normed, residual = self.post_norm(x, residual, quantize and self.mlp.gate_up.takes is not None)
         return self.mlp(normed, observe), residual
 
@@ -87,10 +105,14 @@ class Decoder:
 
         Writes K and V of the step's tokens to `kv`, one per layer.
         """
+        return self.final(*attend(self.pieces(step, kv), step), step)
+
+    def pieces(self, step: Step, kv: Sequence[LayerKV]) -> Pieces:
+        """Embedding and layers; what they end with is for `final`."""
         x, residual = self.embedding(step.token_ids), None
         for layer, cache in zip(self.layers, kv, strict=True):
-            x, residual = layer(x, residual, cache, step)
-        return self.final(x, residual, step)
+            x, residual = yield from layer.pieces(x, residual, cache, step)
+        return x, residual
 
     def final(self, x: Tensor, residual: Tensor | None, step: Step) -> Tensor:
         """The last norm, over the rows whose logits are wanted."""

@@ -7,14 +7,13 @@ so all layers share one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nybble.formats.numerics import FLOAT8
-from nybble.formats.spec import KV
-from nybble.kernels.types import LayerKV, Step
+from nybble.formats.spec import INT4_KV_GROUPS, KV
+from nybble.kernels.types import LayerKV, Step, scaled
 from nybble.models.config import ModelConfig
 from nybble.models.decoder import Decoder
 
@@ -72,12 +71,11 @@ def scratch_kv(
     width = config.head_dim * spec.num.bits // 8 if spec.num.bits < 8 else config.head_dim
     blocks = (num_blocks, config.num_kv_heads, block_size)
     k, v = (torch.empty((*blocks, width), dtype=store, device=device) for _ in range(2))
-    k_params, v_params = (
-        torch.empty((*blocks, 2), dtype=torch.float16, device=device) if spec.zero else None for _ in range(2)
-    )
+    params = (num_blocks, config.num_kv_heads, INT4_KV_GROUPS, block_size, 2) if kv_name == "int4" else (*blocks, 2)
+    k_params, v_params = (torch.empty(params, dtype=torch.float16, device=device) if spec.zero else None for _ in range(2))
     shared = LayerKV(kv_name, k, v, k_params, v_params)
     pairs = scales or [None] * config.num_layers
-    return [shared if pair is None else replace(shared, k_scale=pair[0], v_scale=pair[1]) for pair in pairs]
+    return [scaled(shared, pair) for pair in pairs]
 
 
 def prepare_window(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from nybble.kernels.reference import head_norm
 from nybble.kernels.registry import Ops
-from nybble.kernels.types import LayerKV, Rows, Step
+from nybble.kernels.types import LayerKV, Rows, Step, Turn
 from nybble.nn.linear import Observe, Projection
 
 
@@ -25,10 +27,40 @@ class Attention:
     eps: float
     window: int
     ops: Ops
+    turn: Turn | None = None  # for caches of 8 bits and fewer (`models.turn`)
 
-    def __call__(self, x: Rows | Tensor, kv: LayerKV, step: Step, observe: Observe | None = None) -> Tensor:
-        """[T, H] float, or int8 rows when `qkv.takes` them -> [T, H]. Writes the step's K and V to `kv`."""
-        qkv = self.qkv(x, observe)
-        q = self.ops.rope_write(qkv, kv, step, self.cos_sin, self.kv_heads, self.q_norm, self.k_norm, self.eps)
-        out = self.ops.attention(q, kv, step, self.head_dim**-0.5, self.window)
-        return self.o(out.flatten(1), observe)
+    def project(self, x: Rows | Tensor, kv: LayerKV, step: Step, observe: Observe | None = None) -> Tensor:
+        """[T, H] float, or int8 rows when `qkv.takes` them -> queries [T, heads, D]. Writes the step's K and V to `kv`."""
+        qkv, norms = self.qkv(x, observe), (self.q_norm, self.k_norm)
+        if kv.k_heads is not None or kv.v_heads is not None:
+            qkv, norms = self._divide_heads(qkv, kv), (None, None)
+        q = self.ops.rope_write(qkv, kv, step, self.cos_sin, self.kv_heads, *norms, self.eps, self._turn(kv))
+        return q if kv.k_heads is None else (q * self._per_query(kv.k_heads, q)).to(q.dtype)
+
+    def attend(self, q: Tensor, kv: LayerKV, step: Step, *out: Tensor) -> Tensor:
+        """Queries -> what they see, same shape. A GPU may be given where to put it; tokens of no row stay as they are."""
+        seen = self.ops.attention(q, kv, step, self.head_dim**-0.5, self.window, *out)
+        turn = self._turn(kv)
+        if turn is not None and turn.out is not None:
+            seen.copy_(self.ops.turn_heads(seen, turn.out))
+        return seen if kv.v_heads is None else seen.mul_(self._per_query(kv.v_heads, q))
+
+    def _turn(self, kv: LayerKV) -> Turn | None:
+        """A cache of 16 bits takes K and V as they are, and so does one whose scales were measured on them."""
+        measured = kv.k_heads is not None or kv.v_heads is not None or kv.k_scale != 1.0 or kv.v_scale != 1.0
+        return self.turn if kv.spec.num.bits <= 8 and not measured else None
+
+    def _divide_heads(self, qkv: Tensor, kv: LayerKV) -> Tensor:
+        """Normed heads with K and V divided by their own scales, for a cache that has one per head. Rotation is linear, so
+        what is stored is the rotated K over its scale; Q and the output are multiplied instead of what is read back."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split((heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 1)
+        q = q if self.q_norm is None else head_norm(q, self.q_norm, self.eps)
+        k = k if self.k_norm is None else head_norm(k, self.k_norm, self.eps)
+        k = k if kv.k_heads is None else k / kv.k_heads[:, None]
+        v = v if kv.v_heads is None else v / kv.v_heads[:, None]
+        return torch.cat((q, k.to(q.dtype), v.to(q.dtype)), 1).flatten(1)
+
+    def _per_query(self, scale: Tensor, q: Tensor) -> Tensor:
+        """float32 [kv_heads] -> [query heads, 1]."""
+        return scale.repeat_interleave(q.shape[1] // self.kv_heads)[:, None]

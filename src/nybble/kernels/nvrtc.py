@@ -1,0 +1,166 @@
+"""CUDA C++ at run time: NVRTC (it comes with torch's CUDA wheels) compiles, the driver loads and launches, ctypes is the glue.
+
+No build step, no nvcc, no headers. Machine code is kept in the user's cache under a hash of everything that made it.
+`missing` says why this cannot work on a machine; nothing here is loaded before it is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nybble.config import cache_dir
+
+ARCHITECTURE = "sm_90a"
+SHARED_BYTES_ATTRIBUTE, CLUSTER_ATTRIBUTE, OVERLAP_ATTRIBUTE = 8, 4, 6  # of CUfunction_attribute, CUlaunchAttributeID
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a 64-byte union, of which the first words are used here."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("attribute_count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap, 128 opaque bytes that the kernel wants on a 64-byte boundary of its parameters."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+# ---- finding and compiling ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiler() -> ctypes.CDLL:
+    """libnvrtc of the CUDA version torch was built for. Raises OSError when there is none."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    folders = [Path(path) / "nvidia" for path in sys.path]
+    names = [str(f) for folder in folders for f in sorted(folder.glob(f"*/lib/libnvrtc.so.{major}"))]
+    for name in [*names, f"libnvrtc.so.{major}", "libnvrtc.so"]:
+        try:
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # it looks for them by name, not beside itself
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise OSError(f"no libnvrtc.so.{major}: install nvidia-cuda-nvrtc of the CUDA version that torch uses")
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """libcuda. Raises OSError when there is none, or one too old for what is called here (CUDA 12.3)."""
+    library = ctypes.CDLL("libcuda.so.1")
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    if version.value < 12030:
+        raise OSError(f"the driver is for CUDA {version.value // 1000}.{version.value % 1000 // 10}, 12.3 or later is wanted")
+    return library
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why kernels cannot be compiled or launched here, or None."""
+    try:
+        compiler()
+        driver()
+    except (OSError, AttributeError) as problem:
+        return str(problem)
+    return None
+
+
+def machine_code(source: str, defines: Mapping[str, int]) -> bytes:
+    """The cubin of `source` with the macros `defines`, cached or compiled. RuntimeError has the compiler's log."""
+    nvrtc = compiler()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{k}={int(v)}" for k, v in sorted(defines.items()))]
+    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:24]
+    kept = cache_dir() / f"{ARCHITECTURE}-{key}.cubin"
+    if kept.exists():
+        return kept.read_bytes()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if failed:
+        raise RuntimeError(f"NVRTC could not compile a kernel ({defines}): {log.value.decode(errors='replace')}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+            part.write(code.raw)
+        os.replace(part.name, kept)  # whole or not at all, whoever else compiles it now
+    except OSError:
+        pass  # a cache that cannot be written costs time only
+    return code.raw
+
+
+# ---- loading and launching ----------------------------------------------------------------------------------------
+
+
+def check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def load(code: bytes, name: str, shared_bytes: int, device: int) -> ctypes.c_void_p:
+    """A kernel of a cubin, allowed `shared_bytes` of dynamic shared memory a block on `device`."""
+    torch.cuda.current_stream(device)  # the context exists
+    library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    cuda = driver()
+    check(cuda.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0), f"loading {name}")
+    check(cuda.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode()), f"finding {name}")
+    check(cuda.cuKernelSetAttribute(SHARED_BYTES_ATTRIBUTE, shared_bytes, kernel, device), f"{shared_bytes} shared bytes")
+    return kernel
+
+
+def launch(
+    kernel: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int, cluster: int, arguments: Sequence[ctypes.Structure],
+    stream: int, overlap: bool = True,
+) -> None:  # fmt: skip
+    """Launch on `stream`; with `overlap` it may start before the kernel ahead of it ends, and waits where it needs to."""
+    attributes = (Attribute * 2)()
+    attributes[0].id, attributes[0].value[:3] = CLUSTER_ATTRIBUTE, [cluster, 1, 1]
+    attributes[1].id, attributes[1].value[0] = OVERLAP_ATTRIBUTE, int(overlap)
+    config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, 2)
+    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+    check(driver().cuLaunchKernelEx(ctypes.byref(config), kernel, pointers, None), "launching")
+
+
+@functools.lru_cache(4096)
+def bytes_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int = 128) -> TensorMap:
+    """Rows of bytes in global memory as boxes with the 128-byte swizzle; what lies outside reads as zero."""
+    room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
+    out = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)  # the driver wants the boundary too
+    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(columns)
+    box, ones = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    status = driver().cuTensorMapEncodeTiled(
+        ctypes.byref(out), 0, 2, ctypes.c_void_p(address), sizes, strides, box, ones, 0, 3, 2, 0
+    )  # uint8, rank 2, ..., not interleaved, 128-byte swizzle, 128-byte L2 fetches, zeros outside
+    check(status, f"describing {rows} x {columns} bytes")
+    return out

@@ -1,0 +1,66 @@
+"""The two ends of a step in portable Triton, one launch each: which token a row starts from, and the greedy token it ends with.
+
+Tokens that the host has not seen lie in a pool on the device; what they mean is `engine.runner`'s business.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nybble.kernels import linear_triton
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _resolve(ids_ptr, pool_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kept = at < count
+    token = tl.load(ids_ptr + at, mask=kept, other=0)
+    known = tl.load(pool_ptr + (-1 - token), mask=kept & (token < 0), other=0)
+    tl.store(out_ptr + at, tl.where(token < 0, tl.maximum(known, 0), token), mask=kept)
+
+
+def resolve(ids: Tensor, pool: Tensor) -> Tensor:
+    """int64 [T]: ids below 0 stand for pool[-1 - id]; a failed draw there (below 0) reads as token 0."""
+    out = torch.empty_like(ids)
+    if len(ids):
+        _resolve[(triton.cdiv(len(ids), 256),)](ids, pool, out, len(ids), 256, num_warps=2)
+    return out
+
+
+@triton.jit
+def _greedy(logits_ptr, slots_ptr, pool_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A lane keeps its first largest logit; the largest of all lanes with the lowest token wins. A NaN counts as larger."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    token = lane
+    for first in range(0, width, BLOCK):
+        x = tl.load(logits_ptr + row * width + first + lane, mask=first + lane < width, other=float("-inf"))
+        x = tl.where(x == x, x, float("inf"))
+        better = x > best
+        best = tl.where(better, x, best)
+        token = tl.where(better, first + lane, token)
+    most = tl.max(best, 0)
+    token = tl.min(tl.where(best == most, token, 0x7FFFFFFF), 0).to(tl.int64)
+    token = tl.where((most > float("-inf")) & (most < float("inf")), token, -1)
+    tl.store(out_ptr + row, token)
+    tl.store(pool_ptr + tl.load(slots_ptr + row), token)
+
+
+def greedy_into(logits: Tensor, slots: Tensor, pool: Tensor) -> Tensor:
+    """float32 [S, V] -> int64 [S] as `engine.sampler.greedy`, also written to pool[slots]."""
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        early = linear_triton.overlaps(logits.device)
+        options = {"launch_pdl": True} if early else {}
+        _greedy[(len(logits),)](logits.contiguous(), slots, pool, out, logits.shape[1], _BLOCK, early, num_warps=16, **options)
+    return out
