@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nybble.bench.plot import Point, roofline_svg
 from nybble.bench.timing import Call, Timing, copies_beyond_cache, interleave
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import SCHEMES
@@ -165,6 +166,7 @@ def run(
     every_kernel: bool = False,
     budget_s: float = 300.0,
     results: str | None = RESULTS,
+    plot: str | None = None,
     report: Callable[[str], object] = print,
 ) -> list[dict[str, Any]]:
     """Check and time each scheme's chosen kernel (all that accept, with `every_kernel`) beside cuBLAS.
@@ -199,7 +201,20 @@ def run(
     for m in tokens:
         report(_format(m, table[m], MODELS[model], wrong))
     _append(results, records)
+    if plot is not None and records:
+        Path(plot).write_text(roofline(records, model))
     return records
+
+
+def roofline(records: Sequence[dict[str, Any]], model: str) -> str:
+    """The records of `run` under the roof of an H200, as SVG."""
+    points = [
+        Point(f"{r['layer']} M={r['M']}", r["scheme"], 2.0 * r["M"] * r["N"] * r["K"],
+              r["N"] * r["K"] * SCHEMES[r["scheme"].replace("-", "_")].weight.num.bits / 8 + r["M"] * (r["K"] + 2 * r["N"]),
+              r["us"], "bf16" if "a16" in r["scheme"] else "int8")
+        for r in records
+    ]  # fmt: skip
+    return roofline_svg(points, H200.bytes_per_s, {"int8": H200.int8_per_s, "bf16": H200.bf16_per_s}, f"Linears of {model}")
 
 
 def _weights(scheme: str, n: int, k: int, every: bool, report: Callable) -> list[tuple[LinearKernel, QTensor, list[Any]]]:
@@ -461,7 +476,7 @@ def _sweep_one(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nybble.bench.kernels", description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try tiles and print the best per shape and batch")
+    parser.add_argument("--sweep", "--tune", action="store_true", help="try tiles and print the best per shape and batch, as rows for TILES")
     parser.add_argument("--schemes", default=None, help="comma-separated names from formats.spec.SCHEMES")
     parser.add_argument("--family", default="triton", choices=FAMILIES, help="whose tiles to sweep")
     parser.add_argument("--model", default="llama-2-13b", choices=MODELS)
@@ -469,6 +484,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--every-kernel", action="store_true", help="time all kernels that accept, not the chosen one alone")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
     parser.add_argument("--results", default=RESULTS)
+    parser.add_argument("--plot", default=None, help="SVG of the roofline")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ValueError(f"torch {torch.__version__} sees no GPU, and kernels are compared on one")
@@ -479,7 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sweep(model=options.model, tokens=tokens, family=options.family, budget_s=options.budget, report=flush, **schemes)
     else:
         run(model=options.model, tokens=tokens, every_kernel=options.every_kernel, budget_s=options.budget,
-            results=options.results, report=flush, **schemes)  # fmt: skip
+            results=options.results, plot=options.plot, report=flush, **schemes)  # fmt: skip
 
 
 if __name__ == "__main__":
