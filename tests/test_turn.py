@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import make_tiny
 
 from nybble.checkpoint import open_checkpoint
+from nybble.engine.kvcache import allocate, bytes_per_token
 from nybble.formats.numerics import quantize_min_max
 from nybble.models import forward_window, load_model
 from nybble.models.turn import Moments, hadamard, onto_means, turn_keys, turn_of
@@ -109,3 +111,11 @@ def test_plain_models_are_left_alone_by_int8(tmp_path):
     again = turn_keys(model, "int4").layers[0].attention.turn
     assert torch.equal(first.k, again.k)
     assert torch.equal(first.v, again.v)
+
+
+@pytest.mark.parametrize(("name", "bytes_per_head"), [("int4", 64 // 2 + 8), ("int8", 64 + 4), ("fp8", 64), ("bf16", 128)])
+def test_a_token_costs_what_is_allocated(name, bytes_per_head):
+    shape = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=64)
+    assert bytes_per_token(shape, name) == 2 * 3 * 2 * bytes_per_head
+    tensors = [t for kv in allocate(shape, name, 5, 16, "cpu") for t in (kv.k, kv.v, kv.k_params, kv.v_params) if t is not None]
+    assert sum(t.numel() * t.element_size() for t in tensors) == 5 * 16 * bytes_per_token(shape, name)

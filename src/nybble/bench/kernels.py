@@ -476,7 +476,7 @@ def _sweep_one(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nybble.bench.kernels", description=__doc__)
-    parser.add_argument("--sweep", "--tune", action="store_true", help="try tiles and print the best per shape and batch, as rows for TILES")
+    parser.add_argument("--sweep", "--tune", action="store_true", help="try tiles, print the best as rows for TILES")
     parser.add_argument("--schemes", default=None, help="comma-separated names from formats.spec.SCHEMES")
     parser.add_argument("--family", default="triton", choices=FAMILIES, help="whose tiles to sweep")
     parser.add_argument("--model", default="llama-2-13b", choices=MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | N
     target = pick_device(device)
     checkpoint = open_checkpoint(path, config.activations)
     model = load_model(checkpoint, target, progress=progress)
+    tokenizer = load_tokenizer(path)
     config = replace(
         config,
         kv=config.kv or checkpoint.kv or DEFAULT_KV,
-        eos_ids=config.eos_ids or tuple(load_tokenizer(path).eos_ids),
+        eos_ids=config.eos_ids or tuple(tokenizer.eos_ids),
         model_name=config.model_name or Path(path).name,
         scheme=config.scheme or checkpoint.scheme_name,
         weights=checkpoint.precision[0],
         activations=checkpoint.precision[1],
     )
-    return Engine(turn_keys(model, config.kv), config, checkpoint.scales_for(config.kv))
+    model = turn_keys(model, config.kv, partial(tokenizer.encode, add_special=False))
+    return Engine(model, config, checkpoint.scales_for(config.kv))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,8 +69,10 @@ def open_subject(path: str | Path, kv: str = "auto", device: str | torch.device 
     name = checkpoint.kv if kv == "auto" else kv
     scales = checkpoint.scales_for(name)
     target = device if isinstance(device, torch.device) else pick_device(device)
-    model = turn_keys(load_model(checkpoint, target, progress=progress), name)
-    return Subject(Path(path), checkpoint, model, load_tokenizer(path), name, scales)
+    tokenizer = load_tokenizer(path)
+    model = load_model(checkpoint, target, progress=progress)
+    model = turn_keys(model, name, partial(tokenizer.encode, add_special=False))
+    return Subject(Path(path), checkpoint, model, tokenizer, name, scales)
 
 
 def ragged_step(rows: Sequence[Ids], logit_rows: Ids, device: torch.device) -> tuple[Step, int]:

@@ -495,10 +495,10 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
     half, quarter = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(max(1, head_dim // 4))
     if turn is not None:
         group = heads // kv_heads
+        turns = (x.contiguous() for x in (turn.q, turn.k, turn.k if turn.v is None else turn.v, turn.shift))
         _turn_write_kernel[(triton.cdiv(tokens * group, TURNED_ROWS), 3 * kv_heads)](
-            *operands, turn.q, turn.k, turn.k if turn.v is None else turn.v, turn.shift, tokens, heads, kv_heads, head_dim,
-            max(16, half), max(16, quarter), cos_sin.shape[1], kv.block_size, TURNED_ROWS, kind, q_norm is not None,
-            k_norm is not None, turn.v is not None, **_launch_options(qkv, 4))
+            *operands, *turns, tokens, heads, kv_heads, head_dim, max(16, half), max(16, quarter), cos_sin.shape[1],
+            kv.block_size, TURNED_ROWS, kind, q_norm is not None, k_norm is not None, turn.v is not None, **_launch_options(qkv, 4))
         return q
     group = min(8, triton.next_power_of_2(max(heads, kv_heads)))
     parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
@@ -516,8 +516,8 @@ def turn_heads(x: Tensor, matrix: Tensor) -> Tensor:
         rows = tokens * (heads // matrix.shape[0])
         half, quarter = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(head_dim // 4)
         _turn_heads_kernel[(triton.cdiv(rows, TURNED_ROWS), matrix.shape[0])](
-            x.contiguous(), matrix, out, rows, heads, matrix.shape[0], head_dim, max(16, half), max(16, quarter), TURNED_ROWS,
-            **_launch_options(x, 4))
+            x.contiguous(), matrix.contiguous(), out, rows, heads, matrix.shape[0], head_dim, max(16, half), max(16, quarter),
+            TURNED_ROWS, **_launch_options(x, 4))
     return out
 
 

@@ -67,7 +67,7 @@ class Turn:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Turn:
         """On a device, matrices in `dtype`."""
-        matrices = {n: None if x is None else x.to(device, dtype) for n, x in vars(self).items() if n != "shift"}
+        matrices = {n: None if x is None else x.to(device, dtype).contiguous() for n, x in vars(self).items() if n != "shift"}
         return Turn(**matrices, shift=self.shift.to(device))
 
 

@@ -296,7 +296,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
 #pragma unroll
       for (int i = 0; i < min(8, 2 * GROUPS); i++)
-        if ((block + i / 2) % CLUSTER_K == share) store(token + (block + i / 2) * 8 + i % 2, block + i / 2, i % 2, by[i]);
+        if (block + i / 2 < GROUPS && (block + i / 2) % CLUSTER_K == share)
+          store(token + (block + i / 2) * 8 + i % 2, block + i / 2, i % 2, by[i]);
     }
   };
 

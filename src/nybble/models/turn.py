@@ -1,4 +1,4 @@
-"""How each layer turns K before a cache of few bits: chosen when a model is loaded, from the model alone.
+"""How each layer turns K and V before a cache of few bits: chosen when a model is loaded, from it and a page of text.
 
 Attention weights do not change when K is multiplied by a matrix that Q is multiplied by the inverse of, nor when one vector is
 taken off every key. So K is stored in a basis where rounding costs least:
@@ -10,13 +10,15 @@ taken off every key. So K is stored in a basis where rounding costs least:
 - A channel pair much larger than the others (K biases, as Qwen2 has) is shrunk, and the query's stretched, by the scale that
   balances both (SmoothAttention, QServe, arXiv 2405.04532). Only pairs: the mean of such a K turns with the position.
 
-The statistics come from `TOKENS` random tokens run through the model: text gives nearly the same directions.
+The statistics come from `TOKENS` tokens of any text run through the model; random tokens give nearly the same directions.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from nybble.models.decoder import Decoder
 from nybble.models.window import FLOAT_KV, scratch_kv, window_step
 
 TOKENS = 2048
+SAMPLE = Path(__file__).parents[1] / "quantize" / "data" / "calibration.txt"
 OUTLIER = 64.0  # energy of a pair over the median pair's from which it is scaled
 
 
@@ -41,19 +44,21 @@ class Moments:
     values: Tensor
 
 
-def turn_keys(model: Decoder, kv_name: str | None) -> Decoder:
+def turn_keys(model: Decoder, kv_name: str | None, encode: Callable[[str], Sequence[int]] | None = None) -> Decoder:
     """Give a model's layers their turns for a cache type, in place; -> the model. Types of 16 bits have none. int8 has one only
     where K has biases or norms, and of those layers only the ones whose K has outlier pairs.
 
-    Runs `TOKENS` random tokens through the model, the same ones always. Warns of layers whose K or Q is not finite, which stay
-    as they are.
+    encode: a tokenizer's, for the text that comes with the package and is run through the model; None: random tokens, always
+    the same.
+    Warns of layers whose K, Q or V is not finite, which stay as they are.
     """
     config = model.config
     if kv_name is None or KV[kv_name].num.bits > 8 or (kv_name == "int8" and not (config.qkv_bias or config.qk_norm)):
         return model
     dtype = torch.float16 if model.device.type == "cuda" and model.dtype.itemsize == 2 else torch.float32
+    token_ids = None if encode is None else encode(SAMPLE.read_text(encoding="utf-8")[: 8 * TOKENS])
     layers, broken = [], []
-    for index, (layer, moments) in enumerate(zip(model.layers, measure(model), strict=True)):
+    for index, (layer, moments) in enumerate(zip(model.layers, measure(model, token_ids), strict=True)):
         finite = all(bool(x.isfinite().all()) for x in vars(moments).values())
         turn = turn_of(moments, kv_name) if finite else None
         broken += [] if finite else [str(index)]
@@ -67,11 +72,14 @@ def turn_keys(model: Decoder, kv_name: str | None) -> Decoder:
 
 
 @torch.inference_mode()
-def measure(model: Decoder) -> list[Moments]:
-    """Each layer's moments over random tokens."""
-    length = min(TOKENS, model.config.max_position)
-    ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
-    step = window_step(ids)
+def measure(model: Decoder, token_ids: Sequence[int] | None = None) -> list[Moments]:
+    """Each layer's moments over some tokens, None: random ones."""
+    length = min(TOKENS, model.config.max_position, TOKENS if token_ids is None else len(token_ids))
+    if token_ids is None:
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    else:
+        ids = torch.tensor(token_ids[:length])[None]
+    step = window_step(ids.to(model.device))
     kv = scratch_kv(model.config, FLOAT_KV[model.dtype], step.block_table.numel(), model.device)
     found, pieces = [], model.pieces(step, kv)
     try:
