@@ -498,7 +498,8 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
         turns = (x.contiguous() for x in (turn.q, turn.k, turn.k if turn.v is None else turn.v, turn.shift))
         _turn_write_kernel[(triton.cdiv(tokens * group, TURNED_ROWS), 3 * kv_heads)](
             *operands, *turns, tokens, heads, kv_heads, head_dim, max(16, half), max(16, quarter), cos_sin.shape[1],
-            kv.block_size, TURNED_ROWS, kind, q_norm is not None, k_norm is not None, turn.v is not None, **_launch_options(qkv, 4))
+            kv.block_size, TURNED_ROWS, kind, q_norm is not None, k_norm is not None, turn.v is not None,
+            **_launch_options(qkv, 4))
         return q
     group = min(8, triton.next_power_of_2(max(heads, kv_heads)))
     parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
