@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU. Raises ValueError when the one asked for is not there."""
+    """The device asked for, else the first GPU, else the CPU; a GPU becomes the process's current one. Raises ValueError when the
+    one asked for is not there."""
     import torch
 
     if name is None or name == "auto":
@@ -27,6 +28,8 @@ def pick_device(name: str | None = None) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index >= torch.cuda.device_count():
             raise ValueError(f"device = {name!r}, but there are {torch.cuda.device_count()} GPUs (counted from 0)")
+        if device.index:
+            torch.cuda.set_device(device)  # Triton and the driver launch on the current one
     return device
 
 

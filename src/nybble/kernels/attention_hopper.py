@@ -27,6 +27,7 @@ ROWS = 128  # query rows a program: 64 for each group of warps
 TILE = 128  # keys a tile
 STAGES = {64: 4, 128: 2}  # tiles of K and of V in flight, by head_dim
 _SIZES = ["first_row", "first_head", "capacity"]
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # its name from Triton 3.7 on
 
 
 @gluon.jit
@@ -131,7 +132,7 @@ def _consumer(q_ptr, out_ptr, context_ptr, query_start_ptr, first_row, first_hea
         q = qs.index(PART)
         q.store(wide.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
 
         last_seen = position + PART * HALF + gl.arange(0, HALF, layout=row_of)
         m = gl.full([HALF], -1.0e30, gl.float32, row_of)

@@ -14,7 +14,7 @@ Codes of 8 bits and fewer become fp16 exactly (bit tricks, no conversion unit); 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -480,7 +480,7 @@ def _portable() -> bool:
 _FP8_SHIFT = {"fp8": 256.0}  # e4m3's exponent bias against fp16's
 _PROGRAMS = 1024  # (row, KV head) pairs that keep 132 multiprocessors busy without sharing rows...
 _SPLITS_ALONE = 9  # ... unless rows are long, when the longest would be worked on alone
-_SCRATCH_BYTES = 256 << 20  # of a prompt's K and V in 16 bits; more context than that is done in slices of heads and rows
+_SCRATCH_BYTES = 256 << 20  # of a prompt's K and V in 16 bits, or of partial sums; more is done in slices of heads and rows
 GATHER_TILE = 128  # scratch is written in whole tiles of tokens, so that a kernel may read past a context's end
 
 
@@ -545,6 +545,13 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     if stride is None:
         stride = 1 if rows * heads >= _PROGRAMS and splits <= _SPLITS_ALONE else splits
     part, stat = out, out
+    most = max(1, _SCRATCH_BYTES // (4 * q.shape[1] * splits * (head_dim + 2)))  # rows whose splits have room
+    if stride > 1 and rows > most:
+        for first in range(0, rows, most):
+            some = replace(step, num_decode=min(most, rows - first), context_len=step.context_len[first:],
+                           block_table=step.block_table[first:])
+            decode(q[first:], kv, some, scale, window, out[first:], tiles, stride)
+        return
     if stride > 1:
         part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
         stat = torch.empty((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
@@ -606,7 +613,8 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
 def _on_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> bool:
     """Properties of the device and the model alone, so that a row's bits depend on nothing else."""
     return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and dtype != torch.float32
-            and head_dim in (64, 128) and window == 0 and triton.__version__.startswith("3."))
+            and head_dim in (64, 128) and window == 0
+            and triton.__version__.startswith(("3.6.", "3.7.")))  # Gluon renames things in every version
 
 
 def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor | None = None) -> Tensor:

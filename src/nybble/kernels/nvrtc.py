@@ -55,7 +55,7 @@ def compiler() -> ctypes.CDLL:
     names = [str(f) for folder in folders for f in sorted(folder.glob(f"*/lib/libnvrtc.so.{major}"))]
     for name in [*names, f"libnvrtc.so.{major}", "libnvrtc.so"]:
         try:
-            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # it looks for them by name, not beside itself
             return ctypes.CDLL(name)
         except OSError:
@@ -104,7 +104,8 @@ def machine_code(source: str, defines: Mapping[str, int]) -> bytes:
     nvrtc.nvrtcGetProgramLog(program, log)
     if failed:
         raise RuntimeError(f"NVRTC could not compile a kernel ({defines}): {log.value.decode(errors='replace')}")
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    if nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)):
+        raise RuntimeError(f"NVRTC compiled a kernel ({defines}) but has no code for {ARCHITECTURE}")
     code = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, code)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,16 +90,23 @@ def choose(shape: LinearShape, kernels: tuple[LinearKernel, ...] | None = None) 
     )
 
 
+@cache
+def _with_zeros() -> tuple[LinearKernel, ...]:
+    """Made once, so that a kernel is the same object whenever it is asked for: its start-up test is remembered by it."""
+    from nybble.kernels import linear_triton, reference, zeros_triton
+
+    kernels = (kernel for kernel in linear_triton.KERNELS if kernel.takes is not None)
+    return tuple(reference.after_zero_points(kernel, zeros_triton.subtract) for kernel in kernels)
+
+
 def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
     """Preference order for a device. Imported here so that a CPU never loads Triton and a GPU never compiles C."""
     from nybble.kernels import reference
 
     if device.type == "cuda":
-        from nybble.kernels import linear_hopper, linear_triton, zeros_triton
+        from nybble.kernels import linear_hopper, linear_triton
 
-        kernels = (k for k in linear_triton.KERNELS if k.takes is not None)
-        zeros = [reference.after_zero_points(k, zeros_triton.subtract) for k in kernels]
-        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, *zeros, reference.SCALED_MM, *reference.KERNELS)
+        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, *_with_zeros(), reference.SCALED_MM, *reference.KERNELS)
     from nybble.kernels import cpu
 
     compiled = cpu.kernels()
