@@ -22,9 +22,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny
 
+from nybble.bench import offline
 from nybble.bench.plot import HEIGHT, Chart, Point, chart_svg, roofline_svg
 from nybble.bench.serving import Exchange, Load, Outcome, Run, arrivals, read_sizes, run, summarize, table
 from nybble.bench.spawn import dummy_engine, made_up_tokenizer
+from nybble.cli import app
 from nybble.text import load_tokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -312,16 +314,31 @@ def test_failures_are_counted_and_the_rest_is_measured(tmp_path):
     assert figures["errors"]["HTTP 500: bang"] == 1
     assert "FAILED 3: the connection was lost" in "\n".join(lines)
     assert json.loads((tmp_path / "r" / "s.jsonl").read_text()) == figures
-    with listening(Slow(first=30.0)) as url:
-        figures = run(url=url, requests=2, concurrency="2", timeout=0.2, **QUICK)[0]
-    assert figures["errors"] == {"no complete answer in 0.2 s": 2}
+    none = pytest.raises(RuntimeError, match="every request failed: no complete answer in 0.2 s$")
+    with listening(Slow(first=30.0)) as url, none:
+        run(url=url, requests=2, concurrency="2", timeout=0.2, results=tmp_path / "failed.jsonl", **QUICK)
+    assert json.loads((tmp_path / "failed.jsonl").read_text())["errors"] == {"no complete answer in 0.2 s": 2}
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(ValueError, match="no server answers"):
         run(url=f"http://127.0.0.1:{port}", **QUICK)
-    figures = run(url=f"http://127.0.0.1:{port}", model_name="m", requests=2, **QUICK)[0]
-    assert figures["failed"] == 2
-    assert "cannot connect" in next(iter(figures["errors"]))
+    with pytest.raises(RuntimeError, match="every request failed: cannot connect"):
+        run(url=f"http://127.0.0.1:{port}", model_name="m", requests=2, **QUICK)
+
+
+@pytest.mark.parametrize("warmup", ["0", "2"])
+def test_a_run_without_an_answer_is_a_failed_command(warmup, capsys):
+    server, body = Slow(), b'{"error": {"message": "token id 308 is not in the vocabulary of 259"}}'
+    server.odd = dict.fromkeys(range(9), b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    words = ["--requests", "3", "--concurrency", "2", "--input-mean", "6", "--output-mean", "5", "--longest", "12", "--warmup"]
+    reason = "HTTP 400: token id 308 is not in the vocabulary of 259. Prompts were drawn from 32000 ids.* --vocabulary"
+    with listening(server) as url, pytest.raises(RuntimeError, match=reason):  # which `main` makes exit code 2
+        app(["bench", "serving", "--url", url, *words, warmup], result_action="return_value")
+    server.bodies, server.odd = [], {1: server.odd[1]}
+    with listening(server) as url:
+        app(["bench", "serving", "--url", url, *words, "0"], result_action="return_value")
+    assert "1 failed" in (said := capsys.readouterr().out)
+    assert "--vocabulary" in said
 
 
 def test_open_loop_does_not_wait_for_answers():
@@ -364,7 +381,8 @@ def test_replay_of_a_trace(tmp_path):
     ({"url": "http://x", "dummy": True}, "shape"),
     ({"url": "http://x", "rate": "1", "concurrency": "1"}, "one of them"), ({"url": "http://x", "rate": "fast"}, "fast"),
     ({"url": "http://x", "rate": "0"}, "above 0"), ({"url": "http://x", "concurrency": "1,-2"}, "above 0"),
-    ({"url": "http://x", "requests": 0}, "wants a request"), ({"url": "x:80"}, "http://HOST")])
+    ({"url": "http://x", "requests": 0}, "wants a request"), ({"url": "http://x", "vocabulary": 0}, "0: wants"),
+    ({"url": "x:80"}, "http://HOST")])
 def test_wishes_that_cannot_be_met(options, reason):
     with pytest.raises(ValueError, match=reason):
         run(**QUICK | options)
@@ -372,7 +390,7 @@ def test_wishes_that_cannot_be_met(options, reason):
 
 def test_our_own_server(tmp_path):
     """Started for the run, with prefix caching and everything: tokens as asked, and the record says what was served."""
-    make_tiny(tmp_path / "tiny", "llama", eos_token_id=None, vocab_size=259)
+    make_tiny(tmp_path / "tiny", "llama", eos_token_id=None, vocab_size=1000)  # of which the tokenizer has 259
     lines = []
     first, second = run(model=str(tmp_path / "tiny"), requests=24, concurrency="2,8", input_mean=20, output_mean=16, longest=64,
                         device="cpu", kv="int8", plot=tmp_path / "s.svg", report=lines.append)
@@ -383,6 +401,17 @@ def test_our_own_server(tmp_path):
     assert any("warm-up: 8 requests, 0 failed" in line for line in lines)
     with pytest.raises(RuntimeError, match="did not start"):
         run(model=str(tmp_path / "nowhere"), **QUICK)
+
+
+def test_the_offline_benchmark_records_the_checkpoints_own_scheme(tmp_path):
+    make_tiny(tmp_path / "tiny", "llama")
+    options = {"requests": 3, "concurrency": 2, "input_mean": 8.0, "output_mean": 6.0, "longest": 16, "device": "cpu"}
+    record = json.loads(offline.run(str(tmp_path / "tiny"), results=tmp_path / "new" / "lines", **options))
+    assert record["scheme"] == "16bit"
+    assert "scheme" not in record["command"]
+    assert json.loads((tmp_path / "new" / "lines").read_text()) == record
+    with pytest.raises(ValueError, match="scheme = w8a8: goes with --dummy"):
+        offline.run(str(tmp_path / "tiny"), scheme="w8a8", **options)
 
 
 def test_random_weights_and_a_made_up_tokenizer(tmp_path, monkeypatch):

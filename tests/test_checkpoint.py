@@ -1,6 +1,7 @@
 """Reading and writing checkpoints, against transformers, the gguf package and the compressed-tensors package."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -713,3 +714,51 @@ def test_text_is_carried_along(plain, tmp_path):
     assert (tmp_path / "out" / "generation_config.json").exists()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["nybble"] == {"kv_cache": "int8", "recipe": {"algorithm": "rtn"}}
+
+
+def test_replacing_keeps_what_nybble_did_not_write(plain, tmp_path):
+    for aside in ("out.old", "out.partial"):
+        (tmp_path / aside).mkdir()
+        (tmp_path / aside / "thesis.txt").write_text("x")
+    out = tmp_path / "out"
+    quantize_model(plain, out, "w8a8")
+    (out / "sub").mkdir()
+    for name in ("notes.txt", "report.html", "sub/deep.txt", "LICENSE-mine", "adapter.safetensors"):
+        (out / name).write_text(name)
+    for stale in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "quantize_config.json", "vocab.json"):
+        (out / stale).write_text("stale")
+    quantize_model(plain, out, "w4a16")
+    for name in ("notes.txt", "report.html", "sub/deep.txt", "LICENSE-mine", "adapter.safetensors"):
+        assert (out / name).read_text() == name
+    assert sorted(p.name for p in out.iterdir()) == [
+        "LICENSE-mine", "adapter.safetensors", "config.json", "generation_config.json", "model.safetensors", "notes.txt",
+        "report.html", "sub"]
+    assert open_checkpoint(out).config["quantization_config"]["format"] == "pack-quantized"
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/thesis.txt")) == [
+        "out.old/thesis.txt", "out.partial/thesis.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.old", "out.partial"]
+
+
+def test_a_failed_replacement_puts_the_old_one_back_and_the_dead_are_swept(plain, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    quantize_model(plain, out, "w8a8")
+    (out / "notes.txt").write_text("x")
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    move = os.replace
+
+    def fails(source, target):
+        if Path(source).name == "new":
+            raise OSError("disk")
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="disk"):
+        quantize_model(plain, out, "w4a16")
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    dead = tmp_path / ".out.abcdefgh.nybble"
+    (dead / "new").mkdir(parents=True)
+    (dead / "lock").touch()
+    quantize_model(plain, out, "w4a16")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -47,12 +47,20 @@ REAL = [
     ("tgi_llama_kv_scale", "compressed-tensors", ""), ("tgi_llama_kv_scale", "tgi", ""), ("modelopt_llama_fp8_kv", "tgi", ""),
 ]
 REFUSED = [
-    ("gptq_llama_v1_sym_g128", "qqq", "", "int8 activations, which"), ("gptq_llama_v1_sym_g128", "qqq", "+", "int8 grid"),
+    ("gptq_llama_v1_sym_g128", "qqq", "", "int8 grid per row.*--scheme w4a8"),
+    ("gptq_llama_v1_sym_g128", "qqq", "+", "int8 grid"),
     ("ct_llama_w8a8_int8", "gptq", "", "--weights-only"), ("ct_llama_w8a8_int8", "awq", "!", "4-bit"),
-    ("qqq_llama_perchannel", "gptq", "!", "more than 16 bits"), ("qqq_qwen2_g128", "gptq", "!", "one scale per row"),
+    ("qqq_llama_perchannel", "gptq", "", "16-bit scales and these need more.*compressed-tensors keeps.*--scheme w4a16"),
+    ("qqq_qwen2_g128", "gptq", "", r"int4\[1x128\] over int8\[1x\*\] rounds.*--scheme w4a16"),
+    ("qqq_qwen2_g128", "awq", "", "no int8 grid.*--scheme w4a16"),
+    ("ct_llama_fp8_dynamic", "gptq", "!", r"not fp8_e4m3\[1x\*\]: quantize the original"),
+    ("ct_llama_fp8_dynamic", "qqq", "", r"not fp8_e4m3\[1x\*\].*quantize the original"),
+    ("awq_llama_gemm_g128", "tgi", "!", "for gptq and awq.*tgi can: leave it out"),
+    ("awq_llama_gemm_g128", "compressed-tensors", "!", "leave it out"),
     ("gguf_llama_q4_0", "awq", "", "nothing was quantized"),
     ("modelopt_llama_fp8_kv", "gptq", "", "no place for this checkpoint's KV"),
-    ("awq_llama_gemm_g128", "tgi", "", "nybble quantize --kv fp8"), ("awq_llama_gemm_g128", "qqq", "!", "leave --weights-only"),
+    ("awq_llama_gemm_g128", "tgi", "", "nybble quantize --kv fp8"),
+    ("awq_llama_gemm_g128", "qqq", "!", "qqq can: leave it out"),
     ("fp8_block_llama", "compressed-tensors", "+", "int8 activations fit"), ("gguf_llama_q4_0", "awq", "+", "have 16 bits"),
 ]
 
@@ -256,7 +264,7 @@ def test_refused_sizes_and_mixtures(tmp_path):
         ("gptq", [(up, replace(zero, zero=torch.ones(128, 2))), (down, channel(64, 128))], {}, "mixes them"),
         ("awq", [(up, replace(zero, zero=torch.ones(128, 2))), (down, channel(64, 128))], {}, "one group size"),
         ("awq", [(up, channel(128, 64)), ("model.layers.0.mlp.weight", torch.zeros(2, 2))], {}, "part of a quantized"),
-        ("gptq", [(up, QTensor(Spec(INT4), codes(128, 64), torch.full((128, 1), 1 / 3)))], {}, "more than 16 bits"),
+        ("gptq", [(up, QTensor(Spec(INT4), codes(128, 64), torch.full((128, 1), 1 / 3)))], {}, "these need more"),
         ("marlin", [], {}, "is not written"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -367,6 +375,7 @@ def test_kv_scales_alone_and_in_tgis_way(tmp_path, per_head):
     assert torch.equal(torch.as_tensor(ours.kv_scales(1)[0]), scales[0].flatten() if per_head else torch.tensor(0.5))
     notes = convert_checkpoint(source, tmp_path / "tgi", "tgi")
     assert "the larger is written" in notes[0]
+    assert "tokens may change" in notes[0]
     written = load_file(tmp_path / "tgi" / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in written.items() if "scale" in name} == {
         f"model.layers.{layer}.self_attn.kv_scale": () for layer in (0, 1)}
@@ -459,5 +468,35 @@ def test_convert_and_explain_say_what_they_did(tmp_path, capsys):
     with pytest.warns(UserWarning, match="activations = int8"):
         run("explain", tmp_path / "gptq", "--device", "cpu", "--activations", "int8", "--kv", "fp8")
     assert "weights int4[1x32], activations int8[1x*], KV cache fp8 (0 of 2 layers" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--activations int8 would add them"):
+    with pytest.raises(ValueError, match=r"int4\[1x32\] do not: quantize the original model with --scheme w4a8"):
         run("convert", tmp_path / "gptq", "-o", tmp_path / "qqq", "--format", "qqq")
+
+
+def test_w4a8_as_quantize_makes_it_becomes_gptq_and_awq(tmp_path):
+    """Groups of 128 whose scales are whole multiples of a row's step: plain fp16 group scales, once activations are left out.
+    The values are computed here from the file of the other format."""
+    tiny_llama(torch.float16, hidden_size=256, intermediate_size=512).save_pretrained(tmp_path / "in")
+    source = open_checkpoint(tmp_path / "in")
+    act, spec = PER_TOKEN_INT8, Spec(INT4, (1, 128), over=INT8_CHANNEL)
+    linear = [name for name in source.names() if name.endswith("_proj.weight")]
+    torch.manual_seed(3)
+    weights = {}
+    for name in linear:
+        n, k = source.shape(name)
+        step = torch.randint(64, 128, (n, 1)) / 2.0**16  # 7 bits, times the 4 of a whole number: fp16 holds 11
+        weights[name] = QTensor(spec, torch.randint(-8, 8, (n, k), dtype=torch.int8),
+                                torch.randint(1, 17, (n, k // 128)).float(), over=step)
+    write_checkpoint(tmp_path / "ct", source.config, ((n, weights.get(n, source.get(n))) for n in source.names()),
+                     {n.removesuffix(".weight"): Scheme("", spec, act) for n in linear}, None, source, {})
+    for form in ("gptq", "awq"):
+        with pytest.raises(ValueError, match="activations have 8 bits: --weights-only writes"):
+            convert_checkpoint(tmp_path / "ct", tmp_path / form, form)
+        notes = convert_checkpoint(tmp_path / "ct", tmp_path / form, form, weights_only=True)
+        assert "16-bit activations" in notes[0]
+        after, stored = open_checkpoint(tmp_path / form), load_file(tmp_path / form / "model.safetensors")
+        for name, q in weights.items():
+            exact = q.scale.double() * q.over.double()
+            assert torch.equal(stored[f"{name.removesuffix('.weight')}.scales"].double(), exact.t())
+            expected = q.codes.double() * exact.repeat_interleave(128, 1)
+            assert torch.equal(dequantize(after.get(name), torch.float64), expected)
+            assert after.act(name) is None

@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint import tiny_llama
 from test_checkpoint_foreign import SHARED, directory, fp8, gptq, gptq_config, needs_shared
+from tiny import make_tiny
 
 from nybble.checkpoint import open_checkpoint
 from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import dequantize
 from nybble.models import load_model
 from nybble.models.config import read_config
+from nybble.text import load_tokenizer
 
 M = "model.layers.0.mlp.down_proj"
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -126,6 +128,68 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(tmp_path, monk
     (tmp_path / "x" / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     with pytest.raises(ValueError, match=says):
         open_checkpoint(tmp_path / "x")
+
+
+CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({"nybble": "x"}, "nybble = 'x'; wants an object"),
+    ({"nybble": {"kv_cache": ["a"]}}, r"kv_cache = \['a'\]; wants a string"),
+    ({"quantization_config": "x"}, "quantization_config = 'x'; wants an object"),
+    *(({"quantization_config": CT | changes}, says) for changes, says in (
+        ({"config_groups": "x"}, "config_groups = 'x'; wants an object"),
+        ({"config_groups": {"group_0": 3}}, "group_0 = 3; wants an object"),
+        ({"config_groups": {"group_0": {"targets": ["re:("], "weights": W4}}}, r"group_0: targets holds '\('.*regular exp"),
+        ({"config_groups": {"group_0": {"targets": [3], "weights": W4}}}, r"targets = \[3\]; wants a list of strings"),
+        ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": 4}}}, "group_0: weights = 4; wants an object"),
+        ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": W4 | {"group_size": "x"}}}}, "size = 'x'; wants"),
+        ({"ignore": 5}, "ignore = 5; wants a list of strings"),
+        ({"config_groups": {"g": {"targets": ["Linear"], "weights": W4 | {"block_structure": "x"}}}}, "wants rows and columns"),
+        ({"kv_cache_scheme": "x"}, "kv_cache_scheme = 'x'; wants an object"))),
+    *(({"quantization_config": block}, says) for block, says in (
+        ({"quant_method": "awq", "modules_to_not_convert": 5}, "modules_to_not_convert = 5; wants a list"),
+        ({"quant_method": "gptq", "dynamic": {"+:(": {}}}, r"dynamic holds '\('.*regular expression"),
+        ({"quant_method": "gptq", "group_size": 32, "meta": "x"}, "meta = 'x'; wants an object"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size = 128; wants a list of whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "wants two numbers"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": "lm_head"}, "ignore = 'lm_head'; wants a list"),
+        ({"quant_method": "quark", "global_quant_config": "x"}, "global_quant_config = 'x'; wants an object"))),
+])
+def test_config_values_of_the_wrong_type_are_named(tmp_path, config, says):
+    tensors = {f"{M}.qweight": torch.zeros(8, 32, dtype=torch.int32), f"{M}.scales": torch.ones(2, 32).half()}
+    path = directory(tmp_path / "x", tensors, None, **config)
+    with pytest.raises(ValueError, match=says) as raised:
+        _ = open_checkpoint(path).kv
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("rope_parameters", "x", "rope_parameters = 'x'; wants an object"),
+    ("rope_scaling", "x", "rope_scaling = 'x'; wants an object"),
+    ("rope_scaling", {"rope_type": ["x"]}, r"rope_type = \['x'\]; wants a string"),
+    ("rope_scaling", {"type": "linear", "factor": [2]}, r"factor = \[2\]; wants a number"),
+    ("architectures", "LlamaForCausalLM", "architectures = 'LlamaForCausalLM'; wants a list of strings"),
+    ("layer_types", 5, "layer_types = 5; wants a list of strings"),
+])
+def test_model_settings_of_the_wrong_type_are_named(key, value, says):
+    config = tiny_llama().config.to_dict()
+    del config["rope_parameters"]
+    family = {"architectures": ["Qwen2ForCausalLM"]} if key == "layer_types" else {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ValueError, match=says):
+        read_config(config | family | {key: value})
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("chat_template", 5, "chat_template = 5; wants a string or a list of objects"),
+    ("chat_template", [{"name": "default"}], "wants a name and a template"),
+    ("eos_token", 5, "eos_token = 5; wants a string or an object")])
+def test_tokenizer_settings_of_the_wrong_type_are_named(tmp_path, key, value, says):
+    make_tiny(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=says):
+        load_tokenizer(tmp_path)
 
 
 def test_mla_is_refused_by_its_config():

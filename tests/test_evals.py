@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nybble.checkpoint import open_checkpoint
 from nybble.cli import app
-from nybble.evals import Evaluation, TaskResult, comparison, deltas, evaluate, perplexity
+from nybble.evals import Divergence, Evaluation, TaskResult, comparison, deltas, evaluate, perplexity
 from nybble.evals.demo import run_demo
 from nybble.evals.evaluate import mcnemar, paired_mean, paired_share, t_quantile
 from nybble.evals.examine import examine
 from nybble.evals.harness import harness_model
 from nybble.evals.likelihood import Subject, likelihoods, open_subject
-from nybble.evals.report import report
+from nybble.evals.report import report, verdict
 from nybble.evals.tasks import marks, read_task, score_task
 from nybble.formats.qtensor import dequantize
 from nybble.models import load_model
@@ -35,11 +35,11 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "that", "dog", "ate", "hi
 LIMIT = 128
 
 
-def make_model(folder: Path, seed: int) -> Path:
+def make_model(folder: Path, seed: int, hidden_size: int = 64) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(WORDS) + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    config = LlamaConfig(vocab_size=len(WORDS) + 1, hidden_size=hidden_size, intermediate_size=96, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=LIMIT,
                          tie_word_embeddings=False, initializer_range=0.4, bos_token_id=None, eos_token_id=0)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -252,6 +252,24 @@ def test_answers_are_marked_as_the_harness_marks_them():
     assert marks("nothing", "7") == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"limit": -1}, "limit = -1: wants 1 or more"), ({"limit": 0}, "limit = 0: wants 1"),
+    ({"shots": -1}, "shots = -1: wants 0"), ({"window": 1}, "window = 1: wants 2"),
+    ({"max_windows": 0}, "max_windows = 0: wants 1")])
+def test_counts_that_make_no_sense(options: dict[str, int], reason: str):
+    with pytest.raises(ValueError, match=reason):  # before the model is looked for
+        evaluate("nowhere", ["copa"], **options)
+
+
+def test_the_window_used_is_named(checkpoint: Path, tmp_path: Path):
+    found = evaluate(checkpoint, [f"ppl:{checkpoint / 'text.txt'}"], device="cpu")  # 300 tokens, 128 positions
+    assert str(found).endswith("ppl:text.txt: 2 windows of 128 tokens, not of 2,048: the model has 128 positions")
+    assert comparison(found, found).count("2 windows of 128 tokens, not of 2,048") == 1
+    (tmp_path / "short.txt").write_text("the cat sat on the mat")
+    found = evaluate(checkpoint, [f"ppl:{tmp_path / 'short.txt'}"], window=64, device="cpu")
+    assert found.to_dict()["tasks"][0]["note"] == "1 window of 6 tokens, not of 64: the text has no more"
+
+
 def test_bad_tasks_say_what_to_do(checkpoint: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="not known; there are ppl:FILE, arc_easy"):
         evaluate(checkpoint, ["arc_eazy"])
@@ -385,6 +403,44 @@ def test_the_report_is_one_page(checkpoint: Path, quantized: Path):
     json.dumps(content, allow_nan=False)
     alone_page, _ = report(quantized, None, None, window=64, max_windows=1, device="cpu")
     assert "--against" in alone_page
+
+
+def test_the_report_doubts_unrelated_models(checkpoint: Path, tmp_path: Path):
+    other, wide = make_model(tmp_path / "other", 7), make_model(tmp_path / "wide", 7, hidden_size=96)
+    page, content = report(other, checkpoint, checkpoint / "text.txt", window=64, device="cpu")
+    apart = content["model"]["divergences"]["ppl:text.txt"]
+    assert apart["top1_agreement"] < 0.5
+    assert content["advice"][0].startswith("The two models hardly agree")
+    assert f"Is {checkpoint.name} the model that other was made from?" in page
+    _, content = report(checkpoint, checkpoint, checkpoint / "text.txt", window=64, device="cpu")
+    assert content["advice"][0].startswith("Practically nothing was lost")
+    with pytest.raises(ValueError, match=f"wide has hidden_size = 96 and .*{checkpoint.name} has 64"):
+        report(wide, checkpoint, checkpoint / "text.txt", device="cpu")
+
+
+@pytest.mark.parametrize(("change", "kl", "agreement", "said"), [
+    (-0.4, 0.002, 0.98, "Practically nothing"), (-0.4, 0.15, 0.8, "A noticeable part"), (0.05, 0.01, 0.9, "A little was lost"),
+    (0.0, 0.3, 0.7, "Much was lost"), (0.0, 0.3, 0.45, "hardly agree"), (0.0, 1.2, 0.6, "hardly agree"),
+    (float("nan"), float("nan"), 0.6, "Much was lost")])
+def test_the_verdict_is_the_worse_of_both(change: float, kl: float, agreement: float, said: str):
+    assert said in verdict(change, Divergence(kl, kl, agreement, 100), "mine", "original")
+
+
+def test_outputs_are_looked_at_before_the_work(checkpoint: Path, tmp_path: Path):
+    def command(*words: object) -> None:
+        app([*map(str, words), "--device", "cpu"], result_action="return_value")
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):  # and no model was missed before
+        command("eval", "nowhere", "--ppl", checkpoint / "text.txt", "--json", tmp_path / "file" / "x.json")
+    with pytest.raises(FileExistsError):
+        command("report", "nowhere", "-o", tmp_path / "file" / "r.html")
+    for name, cure in (("r3.json", "r3.html"), ("", "report.html")):
+        with pytest.raises(ValueError, match=f"the JSON goes beside it; try .*{cure}"):
+            command("report", "nowhere", "-o", tmp_path / name)
+    out = tmp_path / "new" / "x.json"
+    command("eval", checkpoint, "--ppl", checkpoint / "text.txt", "--window", 64, "--max-windows", 1, "--json", out)
+    assert json.loads(out.read_text())["model"]["tasks"][0]["items"] == 1
 
 
 def test_commands(checkpoint: Path, quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from nybble.quantize.auto import Candidate, allocate
 from nybble.quantize.calibrate import build_layer, calibration_step, take_windows
 from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, one_block, output_error, quantize_gptq, refit_scale
 from nybble.quantize.recipe import from_dict, from_toml, shipped_text
+from nybble.quantize.resume import Saved
 from nybble.quantize.rotate import Rotated, can_rotate, hadamard
 from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn, settle, snap
 from nybble.quantize.run import group_notes, linear_schemes, resolve_transform
@@ -626,6 +629,66 @@ def test_a_killed_run_goes_on_and_writes_the_same_bytes(checkpoint: Path, tmp_pa
         quantize_checkpoint(checkpoint, tmp_path / "killed", *arguments)
     quantize_checkpoint(checkpoint, tmp_path / "killed", recipe.with_options(samples=2), *arguments[1:])
     assert layers == [0, 1, 0, 1]  # another recipe starts over
+
+
+def test_a_resume_folder_of_somebody_else_is_refused_and_kept(checkpoint: Path, tmp_path: Path):
+    for name, content in (("thesis.txt", "x"), ("key.json", "{}"), ("key.json", "not json")):
+        folder = tmp_path / "out.resume"
+        folder.mkdir()
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match=r"out\.resume exists and was not written by Nybble.* move it away"):
+            quantize_checkpoint(checkpoint, tmp_path / "out", Recipe(scheme="w4a16", method="rtn"), device="cpu")
+        assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, content)]
+        shutil.rmtree(folder)
+
+
+def _half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [("layer0", _half), ("layer0", Path.unlink), ("stream", _half), ("stream", lambda file: file.write_bytes(b"")),
+     ("key.json", lambda file: file.write_bytes(b"\xff\x00\xfe")), ("key.json", _half),
+     ("measured.json", lambda file: file.write_text("["))],
+)
+def test_damaged_resume_folders_are_started_over(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+                                                 harm: Callable[[Path], object]):
+    arguments = (Recipe(samples=2, sequence_length=64, transform="none", group=32), "int8", checkpoint / "text.txt", "cpu")
+    walk, layers = run._Run.quantized, []
+
+    def dies(self: run._Run, index: int, *rest: object) -> object:
+        layers.append(index)
+        if layers == [0, 1]:
+            raise KeyboardInterrupt
+        return walk(self, index, *rest)
+
+    monkeypatch.setattr(run._Run, "quantized", dies)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(checkpoint, tmp_path / "out", *arguments)
+    harm(tmp_path / "out.resume" / name)
+    with pytest.warns(UserWarning, match=r"out\.resume.* is damaged \(.*\): starting over$"):
+        quantize_checkpoint(checkpoint, tmp_path / "out", *arguments)
+    assert layers == [0, 1, 0, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_second_run_into_the_same_output_is_refused_until_the_first_dies(tmp_path: Path):
+    key = json.dumps([{}, "int8", "", [], None])
+    script = f"import time; from pathlib import Path; from nybble.quantize.resume import Saved; " \
+             f"saved = Saved(Path({str(tmp_path / 'out.resume')!r}), {key!r}); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "held\n"
+            with pytest.raises(ValueError, match=r"another run is writing to .*out: wait for it"):
+                Saved(tmp_path / "out.resume", key)
+        finally:
+            first.kill()
+    (tmp_path / "out.resume" / "notes.txt").write_text("mine")
+    saved = Saved(tmp_path / "out.resume", key)
+    saved.remove()
+    saved.close()
+    assert [p.name for p in (tmp_path / "out.resume").iterdir()] == ["notes.txt"]
 
 
 def test_chunks_change_nothing_but_the_order_of_sums(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

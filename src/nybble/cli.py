@@ -282,6 +282,10 @@ def evaluate(
 
     asked = ([f"ppl:{ppl}"] if ppl else []) + [task for task in tasks.split(",") if task.strip()]
     options = {"data": data, "window": window, "max_windows": max_windows, "limit": limit, "shots": shots, "device": device}
+    if json is not None:  # before the long work
+        if json.is_dir():
+            raise ValueError(f"--json {json}: is a directory; wants a file")
+        json.parent.mkdir(parents=True, exist_ok=True)
     with progress_bars() as progress:
         before = None
         if against is not None:
@@ -373,6 +377,11 @@ def report(
     from nybble.evals.report import report as run
 
     target = output or (model if model.is_dir() else model.parent) / "report.html"
+    if target.is_dir() or target.suffix.lower() == ".json":
+        wanted = target / "report.html" if target.is_dir() else target.with_suffix(".html")
+        raise ValueError(f"--output {target}: names the page, the JSON goes beside it; try {wanted}")
+    if output is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
     with progress_bars() as progress:
         page, content = run(model, against, text, [task for task in tasks.split(",") if task.strip()], data, limit,
                             max_windows=max_windows, kv=kv, device=device, progress=progress)
@@ -451,7 +460,7 @@ def demo(*, output: Output = Path("out/demo"), model: Path | None = None, device
 def bench_offline(
     model: str,
     *,
-    scheme: str = "w4a8",
+    scheme: str | None = None,
     kv: KvName = "int8",
     requests: int = 1000,
     concurrency: int = 128,
@@ -469,7 +478,7 @@ def bench_offline(
 
     Args:
         model: A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.
-        scheme: With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...).
+        scheme: With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...); default: w4a8.
         kv: KV cache type.
         requests: How many.
         concurrency: Requests running at once.
@@ -545,7 +554,7 @@ def bench_serving(
         input_mean: Mean prompt length.
         output_mean: Mean answer length.
         text: Prompts of plain words in place of token ids, for servers that take no ids.
-        vocabulary: Prompts are drawn from this many ids; default: the model's, or 32000.
+        vocabulary: Prompts are drawn from this many ids; default: as MODEL's tokenizer has, with --url or --dummy 32000.
         ignore_eos: Ask for answers of exactly the wanted length (an extension that OpenAI itself refuses).
         slo_ttft_ms: For goodput: the first token within this.
         slo_tpot_ms: For goodput: the mean time per further token within this.

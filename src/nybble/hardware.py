@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU; a GPU becomes the process's current one. Raises ValueError when the
-    one asked for is not there."""
+    """The device asked for, else the first GPU, else the CPU; a GPU becomes the process's current one. Raises ValueError when
+    the one asked for is not there."""
     import torch
 
     if name is None or name == "auto":

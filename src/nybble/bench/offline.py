@@ -40,7 +40,7 @@ def lengths(count: int, mean: float, sigma: float, seed: int, low: int = 4, high
 def run(
     model: str,
     *,
-    scheme: str = "w4a8",
+    scheme: str | None = None,
     kv: str = "int8",
     requests: int = 1000,
     concurrency: int = 128,
@@ -55,6 +55,7 @@ def run(
 ) -> str:
     """Run the workload once and return the report; `results` gets one JSON line. `loaded` reuses a `models.Decoder`.
 
+    scheme: of dummy weights (None: w4a8), or a label for `loaded`; a checkpoint has its own. Raises ValueError.
     A closed loop: the next request is sent when one has ended. decode_ms_step is the median over steps in which all
     `concurrency` rows generate, gpu_busy the share of decode steps in which the device works, host_ms_step what the host
     does per step beside waiting, ttft_p50 the median seconds from a request to its first token.
@@ -70,6 +71,11 @@ def run(
 
     if requests < 1 or concurrency < 1:
         raise ValueError(f"requests = {requests}, concurrency = {concurrency}: wants 1 or more of each")
+    if scheme is not None and not dummy and loaded is None:
+        raise ValueError(f"scheme = {scheme}: goes with --dummy; {model} is run in the scheme that it was made in")
+    scheme = scheme or ("w4a8" if dummy else "")
+    if results is not None:
+        results.parent.mkdir(parents=True, exist_ok=True)
     target = pick_device(device)
     kv_name = None if kv == "auto" else kv
     config = EngineConfig(
@@ -138,8 +144,8 @@ def run(
     record = {
         "bench": "offline",
         "model": model,
-        "scheme": scheme,
-        "kv": engine.info().kv,
+        "scheme": after.scheme,
+        "kv": after.kv,
         "concurrency": concurrency,
         "requests": requests,
         "in_tok": sum(inputs),
@@ -151,7 +157,7 @@ def run(
         "ttft_p50": round(median(firsts), 4),
         "wall_s": round(seconds, 3),
         "device": describe(target),
-        "command": f"nybble bench offline {model} {'--dummy ' if dummy else ''}--scheme {scheme} --kv {kv} "
+        "command": f"nybble bench offline {model} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "
         f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean} "
         f"--longest {longest}" + "".join(f" --{name.replace('_', '-')} {value}" for name, value in engine_options.items()),
     }

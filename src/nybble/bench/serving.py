@@ -34,6 +34,7 @@ import numpy as np
 
 from nybble.bench.offline import lengths
 from nybble.bench.plot import Chart, chart_svg
+from nybble.text import load_tokenizer
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
@@ -594,6 +595,7 @@ class Options:
             ((self.url is None) == (self.model is None), "wants a running server's --url, or a model to serve: one of the two"),
             (self.url is not None and not self.url.startswith(("http://", "https://")), f"--url {self.url}: wants http://HOST:PORT"),
             (self.dummy and self.model is None, "--dummy goes with the name of a shape"),
+            (self.vocabulary is not None and self.vocabulary < 1, f"vocabulary = {self.vocabulary}: wants 1 or more"),
             (self.requests < 1 or self.burstiness <= 0 or self.speed <= 0, "wants a request, a burstiness and a speed above 0"),
             (None not in (self.concurrency, self.rate), "--concurrency is a closed loop, --rate an open one: give one of them"),
         ):
@@ -631,16 +633,26 @@ class Options:
         return sizes[:count]
 
     def ids(self) -> int:
-        """How many ids prompts are drawn from: the model's own where it is at hand, else what common models have at least."""
-        config = Path(self.model) / "config.json" if self.model and not self.dummy else None
-        known = json.loads(config.read_text()).get("vocab_size") if config is not None and config.is_file() else None
-        return self.vocabulary or known or 32000
+        """How many ids prompts are drawn from: the model's own where it is at hand, else what common models have at least.
+
+        A padded embedding has rows that no token has, and a server refuses their ids: the tokenizer's size counts.
+        """
+        if self.vocabulary or not self.model or self.dummy:
+            return self.vocabulary or 32000
+        config, known = Path(self.model) / "config.json", load_tokenizer(self.model).vocab_size
+        return min(known, json.loads(config.read_text()).get("vocab_size", known)) if config.is_file() else known
 
 
 def run(report: Callable[[str], object] = print, **options: Any) -> list[dict[str, Any]]:
-    """Measure a server under each load and return one record per load. options: of `Options`, which says what is wrong."""
+    """Measure a server under each load and return one record per load. options: of `Options`, which says what is wrong.
+
+    Raises RuntimeError when no request of any load succeeded, after the records were written.
+    """
     wish = Options(**options)
     loads, sizes = wish.loads(), wish.sizes(report)
+    for path in (wish.results, wish.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     if wish.url is not None:
         return asyncio.run(_measure(wish, wish.url, loads, sizes, report))
     from nybble.bench.spawn import own_server
@@ -649,6 +661,22 @@ def run(report: Callable[[str], object] = print, **options: Any) -> list[dict[st
     engine = {"kv": wish.kv or "auto", "device": wish.device} | ({"max_batch": most} if most else {})
     with own_server(str(wish.model), wish.dummy, wish.scheme or "w4a8", engine, report) as address:
         return asyncio.run(_measure(wish, address, loads, sizes, report))
+
+
+def _all_failed(wish: Options, url: str, what: str, errors: Sequence[str]) -> RuntimeError:
+    """errors: the reason of each request."""
+    reason, count = Counter(errors).most_common(1)[0]
+    share = "" if count == len(errors) else f" ({count} of {len(errors)} times)"
+    cure = _cure(wish, [reason])
+    return RuntimeError(f"{url}: every {what} failed: {reason}{share}{cure and f'. {cure}'}")
+
+
+def _cure(wish: Options, errors: Iterable[str]) -> str:
+    """What to do about errors that token ids make; nothing about others."""
+    if wish.text or not any(re.search(r"\bvocab|token.?ids?\b", error, re.IGNORECASE) for error in errors):
+        return ""
+    return (f"Prompts were drawn from {wish.ids()} ids: give the size of the server's vocabulary with --vocabulary, or --text "
+            "for a server that takes no ids")  # fmt: skip
 
 
 async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size],
@@ -666,7 +694,7 @@ async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size]
         warm = await drive(target, prepare(first, target, wish, "warm-up"), first, Load(most), None, wish.timeout)
         failed = [one.error for one in warm.outcomes if one.error is not None]
         if len(failed) == len(first):
-            raise ValueError(f"{url}: every warm-up request failed: {failed[0]}")
+            raise _all_failed(wish, url, "warm-up request", failed)
         report(f"warm-up: {len(first)} requests, {len(failed)} failed, {warm.seconds:.1f} s (not in the figures)")
     records, kept = [], []
     for load in loads:
@@ -680,6 +708,8 @@ async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size]
         steps, wall_s, busy_s = (after - start for start, after in zip(before, await target.decode_counters()))
         figures, device = summarize(outcome, wish.slo_ttft_ms, wish.slo_tpot_ms), {}
         report(table(load, figures))
+        if cure := _cure(wish, figures["errors"]):
+            report(f"  {cure}")
         if steps and wall_s:
             device = {"decode_ms_step": round(wall_s / steps * 1e3, 3), "gpu_busy": round(busy_s / wall_s, 4)}
             report(f"  server: {device['decode_ms_step']} ms a decode step; the device worked {device['gpu_busy']:.1%} of it")
@@ -693,11 +723,12 @@ async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size]
         records.append(record)
         kept.append((load, figures, samples(outcome.outcomes)))
         if wish.results is not None:
-            wish.results.parent.mkdir(parents=True, exist_ok=True)
             with wish.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
     if len(records) > 1:
         report(_overview(loads, records))
+    if all(record["failed"] == record["requests"] for record in records):
+        raise _all_failed(wish, url, "request", list(Counter(records[0]["errors"]).elements()))
     if wish.plot is not None:
         wish.plot.write_text(plot(kept, f"{target.model} served by {about.get('owned_by') or url}"), encoding="utf-8")
         report(f"plot: {wish.plot}")

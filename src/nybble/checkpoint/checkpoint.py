@@ -25,7 +25,7 @@ from nybble.checkpoint.reading import AnyStore, LinearSource, Reading, with_int8
 from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, PER_TOKEN_INT8, SCHEMES, Spec, describe
-from nybble.text.errors import BrokenFile
+from nybble.text.errors import BrokenFile, held
 from nybble.text.gguf import find_gguf
 
 READERS: dict[str, Callable[[AnyStore, dict[str, Any]], Reading]] = {
@@ -71,7 +71,7 @@ class Checkpoint:
         """The KV type that the checkpoint asks for, a key of `formats.spec.KV`; None: it does not say.
 
         Raises ValueError when it asks for one that cannot be had."""
-        own = (self.config.get("nybble") or {}).get("kv_cache")
+        own = held(held(self.config, "nybble", dict) or {}, "kv_cache", str, where="config.json: nybble")
         wanted = own or self._reading.kv or kv_of_config(self.config)
         if wanted is None and self._reading.kv_refusal:
             raise ValueError(f"{self.path}: {self._reading.kv_refusal}")
@@ -158,7 +158,8 @@ class Checkpoint:
         if single := [layer for layer in layers if len(self._scales.get(layer, "kv")) == 1]:
             warnings.warn(f"layers {_ranges(single)} have only one of the K and V scales: it serves both", stacklevel=2)
         if missing := [layer for layer in layers if scales[layer] is None]:
-            warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there", stacklevel=2)
+            warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there; `nybble convert --kv fp8` "
+                          "measures them", stacklevel=2)
         elif len(layers) > 1 and all(not isinstance(s, Tensor) and s == 1.0 for pair in scales for s in pair):
             warnings.warn("every KV scale is 1.0: whoever made the checkpoint did not calibrate", stacklevel=2)
         return scales
@@ -231,18 +232,18 @@ def _open(path: Path) -> Checkpoint:
 
 def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """The quantization block, from config.json or from the file of its own that older tools wrote."""
-    block = config.get("quantization_config") or config.get("compression_config")
+    block = held(config, "quantization_config", dict) or held(config, "compression_config", dict)
     side = {name: _read_json(path / name) for name in SIDE_CONFIGS if (path / name).is_file()}
     if block:
         if "hf_quant_config.json" in side and "modelopt" in str(block.get("quant_method") or "modelopt"):
-            block = {**side["hf_quant_config.json"].get("quantization", {}), **block}
+            block = {**(held(side["hf_quant_config.json"], "quantization", dict, where="hf_quant_config.json") or {}), **block}
         if not block.get("quant_method") and not block.get("method"):
             method = "modelopt" if "quant_algo" in block else "compressed-tensors" if "config_groups" in block else None
             block = {**block, "quant_method": method}
         return block
     for name, content in side.items():
         if name == "hf_quant_config.json":
-            return {"quant_method": "modelopt", **content.get("quantization", {})}
+            return {"quant_method": "modelopt", **(held(content, "quantization", dict, where=name) or {})}
         if content.get("quant_method"):
             return content
         if "desc_act" in content:

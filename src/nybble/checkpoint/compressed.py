@@ -28,7 +28,8 @@ from nybble.checkpoint.reading import (
     modules_with,
 )
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import FP8, INT4, INT8, PER_TOKEN_INT8, SCHEMES, UINT4, Spec, scheme_of
+from nybble.formats.spec import FP8, INT4, INT8, PER_TOKEN_INT8, SCHEMES, UINT4, Spec, describe, scheme_of
+from nybble.text.errors import held
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
@@ -39,12 +40,16 @@ DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "
 def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     """quantization: the `quantization_config` block. Raises ValueError for what is not supported."""
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
-        block = quantization.get(key) or {}
+        block = held(quantization, key, dict) or {}
         if block.get("format", "dense") != "dense" or block.get("config_groups"):
             raise ValueError(f"compressed-tensors {key} {block} is not supported: only dense, untransformed weights are")
-    groups, kv = [], kv_of_scheme(quantization.get("kv_cache_scheme"))
-    for name, group in (quantization.get("config_groups") or {}).items():
-        outputs, targets = group.get("output_activations"), group.get("targets") or []
+    groups, kv = [], kv_of_scheme(held(quantization, "kv_cache_scheme", dict))
+    every = held(quantization, "config_groups", dict) or {}
+    for name in every:
+        group, where = held(every, name, dict, where="config.json: config_groups") or {}, f"config.json: {name}"
+        for key in ("weights", "input_activations", "output_activations"):
+            held(group, key, dict, where=where)
+        outputs, targets = group.get("output_activations"), patterns(group, "targets", where)
         if outputs and targets and all(re.search(r"[kv]_proj\$?$", target) for target in targets):
             kv = kv_of_scheme(outputs)  # how KV scales were asked for before there was a kv_cache_scheme (until August 2024)
             group = {**group, "output_activations": None}
@@ -56,7 +61,7 @@ def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
                           stacklevel=2)
             continue
         groups.append(_group(name, group, quantization))
-    ignore = quantization.get("ignore") or []
+    ignore = patterns(quantization, "ignore")
     linears = {}
     for module in modules_with(store, "weight_packed", "weight_scale"):
         group = None if matches(module, ignore) else best_match(module, groups)
@@ -82,6 +87,21 @@ def kv_of_scheme(scheme: dict[str, Any] | None) -> tuple[str | None, str | None]
         return "fp8", None
     return None, (f"its kv_cache_scheme is {bits}-bit {kind}, {strategy}: only 8-bit float, symmetric, static, per tensor "
                   "or head is supported; choose a KV type, e.g. --kv int8")
+
+
+def patterns(config: dict[str, Any], key: str, where: str = "config.json") -> list[str]:
+    """A list of module names and "re:" patterns. Raises ValueError for what is none."""
+    found = held(config, key, list[str], where=where) or []
+    for pattern in found:
+        regex(pattern.removeprefix("re:") if pattern.startswith("re:") else "", f"{where}: {key}")
+    return found
+
+
+def regex(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{where} holds {pattern!r}; wants a regular expression ({error})") from None
 
 
 def matches(module: str, targets: Iterable[str]) -> bool:
@@ -126,11 +146,14 @@ def _args(given: dict[str, Any], where: str) -> dict[str, Any]:
     if unknown := given.keys() - DEFAULTS.keys():
         raise ValueError(f"config group {where!r} has keys that are not understood: {', '.join(sorted(unknown))}")
     args = DEFAULTS | given
-    size = args["group_size"]
+    size, _, sides = (held(args, key, *kinds, where=f"config.json: {where}") for key, *kinds in
+                      (("group_size", int), ("type", str), ("block_structure", str, list[int])))
     if args["strategy"] is None:
         args["strategy"] = "tensor" if size is None else "group" if size > 0 else "channel"
-    if isinstance(args["block_structure"], str):
-        args["block_structure"] = [int(side) for side in args["block_structure"].split("x")]
+    if sides is not None or args["strategy"] == "block":
+        args["block_structure"] = [int(side) for side in re.findall(r"\d+", str(sides))]
+        if len(args["block_structure"]) != 2 or 0 in args["block_structure"]:
+            raise ValueError(f"config.json: {where}: block_structure = {sides!r}; wants rows and columns, [128, 128]")
     if args["num_bits"] not in range(2, 9) or args["strategy"] not in ("tensor", "channel", "group", "block", "token"):
         raise ValueError(f"config group {where!r}: {args['num_bits']} bits, strategy {args['strategy']!r} is not supported")
     return args
@@ -247,7 +270,7 @@ def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], 
     if q.order is not None:
         weights["actorder"] = "group"
     if spec.num not in (INT4, UINT4, INT8, FP8) or (strategy == "block" and kind == "int"):
-        raise ValueError(f"{spec} cannot be written as compressed-tensors")
+        raise ValueError(f"{describe(spec)} cannot be written as compressed-tensors")
     whole = act is not None and spec.num.bits == 8
     form = "float-quantized" if kind == "float" else "int-quantized" if whole else "pack-quantized"
     return form, weights, None if act is None else _activation_args(act)

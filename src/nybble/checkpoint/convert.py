@@ -16,6 +16,7 @@ from nybble.checkpoint.write import write_checkpoint
 from nybble.checkpoint.writers import WRITERS
 from nybble.formats.qtensor import QTensor, inner_codes
 from nybble.formats.spec import INT8_CHANNEL
+from nybble.text.errors import held
 
 FORMATS = (*WRITERS, "tgi")
 
@@ -34,13 +35,14 @@ def convert_checkpoint(path: str | Path, out: str | Path, format: str, activatio
     """
     if format not in FORMATS:
         raise ValueError(f"format = {format!r}: there are {', '.join(FORMATS)}")
+    if weights_only and format not in ("gptq", "awq"):
+        raise ValueError(f"--weights-only is for gptq and awq, which cannot say what activations are; {format} "
+                         "can: leave it out")
     if format == "tgi":
         format, kv_format = "compressed-tensors", "tgi"
     source = open_checkpoint(path, activations)
     notes: list[str] = []
     linears = source.linears()
-    if weights_only and format in ("qqq", "compressed-tensors"):
-        raise ValueError(f"{format} says what activations are: leave --weights-only out")
     schemes = {module: linear.scheme for module, linear in linears.items()}
     if weights_only and any(linear.scheme.act for linear in linears.values()):
         schemes = {module: replace(scheme, act=None) for module, scheme in schemes.items()}
@@ -52,12 +54,13 @@ def convert_checkpoint(path: str | Path, out: str | Path, format: str, activatio
         raise ValueError(f"{path} has KV scales for {len(scales)} of {len(layers)} layers: TGI's format is for FP8 KV scales; "
                          "nybble quantize --kv fp8 calibrates them")
     if kv_format == "tgi" and any(isinstance(s, Tensor) or s != pair[0] for pair in scales.values() for s in pair):
-        notes.append("TGI's kv_scale is one number for K and V of a layer: the larger is written")
+        notes.append("TGI's kv_scale is one number for K and V of a layer: the larger is written, so the "
+                     "cache rounds otherwise than here and tokens may change")
     if scales and kv_format is None and format != "compressed-tensors":
         raise ValueError(f"{format} has no place for this checkpoint's KV scales: --kv-format tgi writes them as TGI does")
     kv = "fp8" if scales else source.kv
     wide = format == "compressed-tensors"
-    recipe = (source.config.get("nybble") or {}).get("recipe") or {}
+    recipe = held(held(source.config, "nybble", dict) or {}, "recipe", dict, where="config.json: nybble") or {}
     if format in ("qqq", "awq") and source.dtype != torch.float16:
         notes.append(f"{format}'s own loader runs in float16; what is not quantized here stays {source.config_dtype}")
     write_checkpoint(out, dict(source.config), _tensors(source, scales, notes, wide), schemes, kv, source,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nybble.checkpoint.compressed import kv_of_scheme
+from nybble.checkpoint.compressed import kv_of_scheme, patterns, regex
 from nybble.checkpoint.pack import unpack_rows
 from nybble.checkpoint.reading import (
     AnyStore,
@@ -28,6 +28,7 @@ from nybble.checkpoint.reading import (
 )
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, Spec, scheme_of
+from nybble.text.errors import held
 
 
 def read_qqq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
@@ -109,7 +110,7 @@ def read_awq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     _warn_unknown("AWQ", quantization, f"""w_bit q_group_size zero_point modules_to_not_convert do_fuse fuse_max_seq_len
         modules_to_fuse {GPTQ_KEYS}""")
     zero_point = quantization.get("zero_point", True)
-    skipped = quantization.get("modules_to_not_convert") or []
+    skipped = patterns(quantization, "modules_to_not_convert")
     linears = {}
     for module in modules_with(store, "qweight"):
         _refuse_rules(quantization, module)
@@ -252,7 +253,7 @@ def gptq_zeros(words: Tensor, bits: int, n: int, version: int | str) -> Tensor:
 
 
 def _gptq_version(quantization: dict[str, Any]) -> int:
-    named = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+    named = held(quantization, "checkpoint_format", str) or held(quantization, "format", str) or "gptq"
     versions = {"gptq": 1, "gptq_v2": 2}
     if named not in versions:
         raise ValueError(f"GPTQ checkpoint_format {named!r} is a kernel's layout, not supported; {', '.join(versions)} are")
@@ -260,7 +261,7 @@ def _gptq_version(quantization: dict[str, Any]) -> int:
 
 
 def _by_gptqmodel(quantization: dict[str, Any]) -> bool:
-    makers = (quantization.get("meta") or {}).get("quantizer") or []
+    makers = held(held(quantization, "meta", dict) or {}, "quantizer", str, list[str], where="config.json: meta") or []
     return any("gptqmodel" in str(maker).lower() for maker in ([makers] if isinstance(makers, str) else makers))
 
 
@@ -280,8 +281,8 @@ def _refuse_rules(quantization: dict[str, Any], module: str) -> None:
 
 def _gptq_rules(quantization: dict[str, Any], module: str) -> dict[str, Any]:
     """The settings of one module: GPTQModel's `dynamic` maps "+:regex" (or "regex") to overrides, "-:regex" to not at all."""
-    for rule, changes in (quantization.get("dynamic") or {}).items():
-        if re.match(rule.removeprefix("+:").removeprefix("-:"), module):
+    for rule, changes in (held(quantization, "dynamic", dict) or {}).items():
+        if regex(rule.removeprefix("+:").removeprefix("-:"), "config.json: dynamic").match(module):
             if rule.startswith("-:"):
                 raise ValueError(f"{module} is quantized, but the config's dynamic rule {rule!r} says it is not")
             return {**quantization, **(changes or {})}
@@ -291,14 +292,16 @@ def _gptq_rules(quantization: dict[str, Any], module: str) -> dict[str, Any]:
 def read_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     """quant_method "fp8": AutoFP8 (one scale per tensor) and DeepSeek or Qwen blocks (`weight_scale_inv`, a multiplier)."""
     scheme = quantization.get("activation_scheme", "dynamic")
-    block = quantization.get("weight_block_size")
+    block = held(quantization, "weight_block_size", list[int])
+    if block and len(block) != 2:
+        raise ValueError(f"config.json: weight_block_size = {block}; wants two numbers, rows and columns")
     if scheme not in ("static", "dynamic") or str(quantization.get("fmt") or "e4m3").lower() not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"FP8 with activation_scheme {scheme!r}, fmt {quantization.get('fmt')!r} is not supported")
     if quantization.get("scale_fmt"):
         raise ValueError(f"FP8 with scale_fmt {quantization['scale_fmt']!r}: rounding activation scales is not supported")
     _warn_unknown("FP8", quantization, f"""activation_scheme weight_block_size fmt scale_fmt weight_scale_semantics
         ignored_layers kv_cache_scheme is_checkpoint_fp8_serialized weight_scale_method {GPTQ_KEYS}""")
-    if (quantization.get("meta") or {}).get("weight_scale_semantics") or quantization.get("weight_scale_semantics"):
+    if (held(quantization, "meta", dict) or {}).get("weight_scale_semantics") or quantization.get("weight_scale_semantics"):
         divide = "inverse" in str(quantization.get("weight_scale_semantics") or quantization["meta"]["weight_scale_semantics"])
     else:
         divide = _by_gptqmodel(quantization)
@@ -340,7 +343,7 @@ def read_modelopt(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise ValueError(f"ModelOpt quant_algo {algorithm!r} is not supported; FP8 and FP8_PER_CHANNEL_PER_TOKEN are")
     act = Spec(FP8, (None, None)) if algorithm == "FP8" else PER_TOKEN_FP8
-    excluded = quantization.get("ignore") or quantization.get("exclude_modules") or []
+    excluded = patterns(quantization, "ignore") or patterns(quantization, "exclude_modules")
     linears = {}
     for module in modules_with(store, "weight_scale"):
         if _excluded(module, excluded):
@@ -362,8 +365,9 @@ def read_modelopt(store: AnyStore, quantization: dict[str, Any]) -> Reading:
 
 def read_quark(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     """AMD Quark FP8 e4m3 (OCP encoding), per tensor or per channel; KV scales are the outputs of k_proj and v_proj."""
-    whole = quantization.get("global_quant_config") or {}
-    weight, inputs = whole.get("weight") or {}, whole.get("input_tensors")
+    whole = held(quantization, "global_quant_config", dict) or {}
+    weight, inputs = (held(whole, key, dict, where="config.json: global_quant_config") for key in ("weight", "input_tensors"))
+    weight = weight or {}
     kinds = {weight.get("dtype"), (inputs or {}).get("dtype", weight.get("dtype"))}
     if kinds != {"fp8_e4m3"} or weight.get("qscheme") not in ("per_tensor", "per_channel"):
         raise ValueError(f"Quark with weight {weight}, input {inputs} is not supported: fp8_e4m3 per tensor or channel is")
@@ -372,20 +376,22 @@ def read_quark(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     if whole.get("output_tensors") or whole.get("bias") or quantization.get("softmax_quant_spec"):
         raise ValueError("Quark with quantized outputs, biases or softmax is not supported: weights and inputs are")
     outputs: list[Any] = []
-    for pattern, layer in (quantization.get("layer_quant_config") or {}).items():
+    layers = held(quantization, "layer_quant_config", dict) or {}
+    for pattern in layers:
+        layer = held(layers, pattern, dict, where="config.json: layer_quant_config") or {}
         differs = [key for key in ("weight", "input_tensors") if _essence(layer.get(key)) != _essence(whole.get(key))]
         if differs or layer.get("bias") or (layer.get("output_tensors") and not re.search("[kv]_proj", pattern)):
             raise ValueError(f"Quark's layer_quant_config {pattern!r} differs from the rest in {differs or 'its outputs'}, "
                              "which is not supported")
         outputs += [layer["output_tensors"]] if layer.get("output_tensors") else []
-    outputs += [layer["output_tensors"] for layer in (quantization.get("kv_cache_quant_config") or {}).values()
+    outputs += [layer["output_tensors"] for layer in (held(quantization, "kv_cache_quant_config", dict) or {}).values()
                 if layer.get("output_tensors")]
     if wrong := [spec for spec in outputs if (spec.get("dtype"), spec.get("qscheme")) != ("fp8_e4m3", "per_tensor")]:
         refusal = f"its KV cache is {wrong[0].get('dtype')} {wrong[0].get('qscheme')}: choose one, e.g. --kv int8"
     linears = {module: float_weight(store, module, f"{module}.weight_scale", act, input_scale=_input_scale(store, module, act))
                for module in modules_with(store, "weight_scale")}
     _check_all_scaled(store, linears, quantization)
-    kv = "fp8" if (outputs or (quantization.get("export") or {}).get("kv_cache_group")) and not wrong else None
+    kv = "fp8" if (outputs or (held(quantization, "export", dict) or {}).get("kv_cache_group")) and not wrong else None
     return Reading(linears, kv, refusal if wrong else None)
 
 
@@ -407,7 +413,7 @@ def _input_scale(store: AnyStore, module: str, act: Spec | None) -> str | None:
 
 def _check_all_scaled(store: AnyStore, linears: dict[str, LinearSource], quantization: dict[str, Any]) -> None:
     skipped = [pattern for key in ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules", "exclude")
-               for pattern in quantization.get(key) or []]
+               for pattern in patterns(quantization, key)]
     plain = []
     for name in store.names():
         module, _, last = name.rpartition(".")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nybble.checkpoint.reading import AnyStore
-from nybble.text.errors import BrokenFile
+from nybble.text.errors import BrokenFile, held
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 # (end of the tensor's name, what it is), first match wins. "kv": one scale for both. "q": for 8-bit attention arithmetic only.
@@ -84,7 +84,7 @@ def pair(scales: dict[str, Scale], layer: int) -> tuple[Scale, Scale]:
 
 def kv_of_config(config: dict[str, Any]) -> str | None:
     """What TGI's keys `kv_cache_torch_dtype` and `kv_cache_dtype` (its tool wrote one, its loader read the other) ask for."""
-    named = {key: config[key] for key in ("kv_cache_torch_dtype", "kv_cache_dtype") if config.get(key)}
+    named = {key: config[key] for key in ("kv_cache_torch_dtype", "kv_cache_dtype") if held(config, key, str)}
     kinds = {TORCH_NAMES.get(str(value).removeprefix("torch.")) for value in named.values()}
     if not named or set(named.values()) == {"auto"}:
         return None

@@ -1,17 +1,22 @@
 """Writing checkpoints that others read: compressed-tensors, QQQ, GPTQ or AWQ, tokenizer and chat template included.
 
 Tensors are taken one at a time and leave memory with their shard. The directory appears under its name only when it is
-complete: until then it is NAME.partial.
+complete: until then it is in .NAME.<random>/ beside it. Files in it that Nybble does not write stay when it is replaced.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors.torch import save_file
@@ -30,6 +35,9 @@ SHARD_BYTES = 5_000_000_000
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
            "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*",
            "NOTICE*")
+# What is replaced with a checkpoint, whether the new one has it or not. (A licence is replaced by another, not dropped.)
+REPLACED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|additional_chat_templates|config\.json|quantize_config\.json|"
+                      + "|".join(map(re.escape, (INDEX, *(name for name in CARRIED if "*" not in name)))))
 # What the source says about its own quantization, and is not true of what is written.
 STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "nybble")
 
@@ -54,10 +62,13 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
     if format not in WRITERS or kv_format not in (None, "tgi"):
         raise ValueError(f"format {kv_format or format!r} is not written; {', '.join(WRITERS)} are, and KV scales as tgi")
     writer = WRITERS[format]
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(out)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".nybble", dir=out.parent))
+    partial, lock = aside / "new", None
     try:
+        lock = lock_file(aside / "lock")
+        partial.mkdir()
         dtype = source.dtype
         described, plain, scales, pending = {}, [], {}, {}
         shards = _Shards(partial, shard_bytes)
@@ -110,10 +121,11 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
         if format == "gptq":  # where AutoGPTQ looks
             _write_json(partial / "quantize_config.json", written["quantization_config"])
         _carry_text(source.path, partial)
-        _replace(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        replace_directory(partial, out, aside / "old")
+    finally:
+        if lock is not None:
+            lock.close()
+        remove_aside(aside)
 
 
 def _kv_scheme(kv: str | None, scales: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any] | None:
@@ -207,13 +219,62 @@ def _is_ours(config: Path) -> bool:
         return False
 
 
-def _replace(partial: Path, out: Path) -> None:
-    old = out.with_name(out.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        os.replace(out, old)
-    os.replace(partial, out)
-    shutil.rmtree(old, ignore_errors=True)
+def replace_directory(partial: Path, out: Path, old: Path) -> None:
+    """Put `partial` in the place of `out`, with what `out` held that Nybble does not write. old: a free name for the while."""
+    if not out.exists():
+        os.replace(partial, out)
+        return
+    os.replace(out, old)
+    try:
+        os.replace(partial, out)
+    except BaseException:
+        os.replace(old, out)
+        raise
+    for entry in list(old.iterdir()):
+        if not REPLACED.fullmatch(entry.name) and not os.path.lexists(out / entry.name):
+            os.replace(entry, out / entry.name)
+        elif entry.is_symlink() or not entry.is_dir():
+            entry.unlink()
+        elif entry.name == "additional_chat_templates":
+            shutil.rmtree(entry)
+    with suppress(OSError):  # a folder under a name we write: stays aside
+        old.rmdir()
+
+
+def remove_aside(aside: Path) -> None:
+    """A finished or dead writer's directory. Not what it may have died over putting back ("old")."""
+    shutil.rmtree(aside / "new", ignore_errors=True)
+    if not (aside / "old").exists():
+        with suppress(OSError):
+            (aside / "lock").unlink(missing_ok=True)
+            aside.rmdir()
+
+
+def _sweep(out: Path) -> None:
+    """Remove what killed writers of `out` left: their locks are free."""
+    for file in out.parent.glob(f".{escape(out.name)}.*.nybble/lock"):
+        with suppress(OSError):
+            held = lock_file(file)
+            if held is not None:
+                remove_aside(file.parent)
+                held.close()
+
+
+def lock_file(path: Path) -> TextIO | None:
+    """`path`, opened and locked until it is closed or the process dies; None where the file system has no locks.
+
+    Raises BlockingIOError when another holds it.
+    """
+    file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear, on_integer_grid
+from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear, on_integer_grid, whole_steps
 from nybble.checkpoint.foreign import AWQ_COLUMN_OF_NIBBLE, QQQ_PLACE
 from nybble.checkpoint.pack import pack_rows
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import INT4, PER_TOKEN_INT8, UINT4, Spec
+from nybble.formats.spec import INT4, PER_TOKEN_INT8, UINT4, Spec, describe
 
 Described = Any  # hashable: linears with equal ones are described alike
 
@@ -40,20 +40,29 @@ def _compressed(module: str, q: QTensor, described: Described, dtype: torch.dtyp
 # ---- GPTQ and AWQ: weight-only, scales in half precision
 
 
+AGAIN = "quantize the original model with --scheme w4a16"
+
+
 def _weight_only(q: QTensor, act: Spec | None, what: str) -> None:
+    """What the weight is comes first: --weights-only is advised only where it will do."""
+    if q.spec.num.kind != "int" or q.spec.tile[0] != 1:
+        raise ValueError(f"{what} holds integers with one scale per row or per group of a row, not {describe(q.spec)}: {AGAIN}")
+    if q.over is not None and not whole_steps(q):
+        raise ValueError(f"{what} has no int8 grid, to which {describe(q.spec)} rounds: compressed-tensors holds these "
+                         f"weights as 8-bit ones, or {AGAIN}")
+    _half(q, what)
     if act is not None:
         raise ValueError(f"{what} cannot say that activations have {act.num.bits} bits: --weights-only writes the weights "
                          "alone, which others then run with 16-bit activations")
-    if q.over is not None or q.spec.num.kind != "int" or q.spec.tile[0] != 1:
-        raise ValueError(f"{what} holds integers with one scale per row or per group of a row, not {q.spec}")
 
 
-def _half(q: QTensor, module: str) -> Tensor:
-    """Scales [groups, N] in float16, else bfloat16, whichever holds them."""
+def _half(q: QTensor, what: str) -> Tensor:
+    """Scales [groups, N] in float16, else bfloat16, whichever holds them; group scales on a grid times its step."""
+    exact = q.scale.double() if q.over is None else q.scale.double() * q.over.double()
     for dtype in (torch.float16, torch.bfloat16):
-        if torch.equal(q.scale.to(dtype).float(), q.scale):
-            return q.scale.to(dtype).t().contiguous()
-    raise ValueError(f"{module}: its scales need more than 16 bits")
+        if torch.equal(exact.to(dtype).double(), exact):
+            return exact.to(dtype).t().contiguous()
+    raise ValueError(f"{what} has 16-bit scales and these need more: compressed-tensors keeps them in float32, or {AGAIN}")
 
 
 def _unsigned(q: QTensor, module: str) -> tuple[Tensor, Tensor]:
@@ -67,10 +76,10 @@ def _unsigned(q: QTensor, module: str) -> tuple[Tensor, Tensor]:
 
 
 def _gptq_describe(q: QTensor, act: Spec | None) -> Described:
-    _weight_only(q, act, "GPTQ")
     bits = q.spec.num.bits
-    if any(side % (32 // bits) for side in q.shape):
+    if q.spec.num.kind == "int" and any(side % (32 // bits) for side in q.shape):
         raise ValueError(f"GPTQ packs whole words: {list(q.shape)} is not a multiple of {32 // bits}")
+    _weight_only(q, act, "GPTQ")
     return bits, q.spec.group or -1, q.zero is None, q.order is not None
 
 
@@ -79,7 +88,7 @@ def _gptq_encode(module: str, q: QTensor, described: Described, dtype: torch.dty
     codes, zero = _unsigned(q, module)
     order = torch.arange(q.shape[1]) // (group if group > 0 else q.shape[1]) if q.order is None else q.order
     stored = zero - 1 if symmetric else zero  # v1 stores zero - 1; a zero of 0 would wrap there, so asymmetric is written as v2
-    return {f"{module}.qweight": pack_rows(codes, bits).t().contiguous(), f"{module}.scales": _half(q, module),
+    return {f"{module}.qweight": pack_rows(codes, bits).t().contiguous(), f"{module}.scales": _half(q, "GPTQ"),
             f"{module}.qzeros": pack_rows(stored.t(), bits), f"{module}.g_idx": order.to(torch.int32)}
 
 
@@ -96,10 +105,11 @@ def _gptq_block(described: dict[str, Described], plain: list[str]) -> dict[str, 
 
 
 def _awq_describe(q: QTensor, act: Spec | None) -> Described:
-    _weight_only(q, act, "AWQ")
     if q.spec.num.bits != 4 or q.order is not None or q.shape[0] % 8:
-        raise ValueError("AWQ holds 4-bit codes in contiguous groups, eight rows a word, not "
-                         f"{'GPTQ-ordered groups' if q.order is not None else f'{q.spec.num.bits} bits {list(q.shape)}'}")
+        found = "GPTQ-ordered groups" if q.order is not None else f"{describe(q.spec)} {list(q.shape)}"
+        raise ValueError(f"AWQ holds 4-bit codes in contiguous groups, eight rows a word, not {found}"
+                         f"{'' if q.shape[0] % 8 else f': {AGAIN}'}")
+    _weight_only(q, act, "AWQ")
     return q.spec.group or -1
 
 
@@ -111,7 +121,7 @@ def _awq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtyp
         return pack_rows(ordered.reshape(rows.shape), 4)
 
     return {f"{module}.qweight": columns(codes.t().contiguous()), f"{module}.qzeros": columns(zero.t().contiguous()),
-            f"{module}.scales": _half(q, module)}
+            f"{module}.scales": _half(q, "AWQ")}
 
 
 def _awq_block(described: dict[str, Described], plain: list[str]) -> dict[str, Any]:
@@ -128,15 +138,19 @@ def _awq_block(described: dict[str, Described], plain: list[str]) -> dict[str, A
 
 def _qqq_describe(q: QTensor, act: Spec | None) -> Described:
     n, k = q.shape
-    if act != PER_TOKEN_INT8:
-        raise ValueError("QQQ means int8 activations, which this checkpoint does not have: --activations int8 would add them")
     if q.spec.num != INT4 or q.zero is not None or q.order is not None or q.spec.tile[0] != 1 or n % 64 or k % 64:
-        raise ValueError(f"QQQ holds symmetric 4-bit weights of 64 rows and 64 columns or multiples, not {q.spec} {[n, k]}")
-    grouped = q if q.over is not None or q.spec.group is None else on_integer_grid(q)
-    if grouped.spec.group is not None and grouped.over is None:
-        raise ValueError("QQQ's group scales lie on an int8 grid per row, and these do not: quantize with "
-                         "group_scales = int, or per channel")
-    return -1 if q.spec.group in (None, k) and q.over is None else 128
+        raise ValueError(f"QQQ holds symmetric 4-bit weights of 64 rows and 64 columns or multiples, not {describe(q.spec)} "
+                         f"{[n, k]}: quantize the original model with --scheme w4a8")
+    channel = q.spec.group in (None, k) and q.over is None
+    if not channel and (q.spec.group != 128 or (q if q.over is not None else on_integer_grid(q)).over is None):
+        raise ValueError("QQQ has one scale per row, or groups of 128 whose scales lie on an int8 grid per row, which these "
+                         f"{describe(q.spec)} do not: quantize the original model with --scheme w4a8")
+    if act is not None and act != PER_TOKEN_INT8:
+        raise ValueError(f"QQQ means int8 activations per token, and these are {describe(act)}: quantize the original model "
+                         "with --scheme w4a8")
+    if act is None:
+        raise ValueError("QQQ means int8 activations, which this checkpoint does not have: --activations int8 would add them")
+    return -1 if channel else 128
 
 
 def _qqq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:

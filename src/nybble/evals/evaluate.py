@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nybble.evals.likelihood import open_subject
-from nybble.evals.perplexity import Divergence, Trace, subject_perplexity
+from nybble.evals.perplexity import Divergence, Perplexity, Trace, subject_perplexity
 from nybble.evals.tasks import TASKS, TaskResult, answer_task, read_task, score_task
 from nybble.hardware import pick_device
 from nybble.text import read_text
@@ -43,7 +43,7 @@ class Evaluation:
         finite = lambda x: x if math.isfinite(x) else None  # noqa: E731
         tasks = [
             {"task": r.task, "items": len(r.scores[r.headline]), "headline": named(r.headline), "seconds": r.seconds,
-             "metrics": {named(m): r.value(m) for m in r.scores}, "scores": r.scores,
+             "note": r.note, "metrics": {named(m): r.value(m) for m in r.scores}, "scores": r.scores,
              "standard_errors": {m: finite(r.standard_error(m)) for m in r.scores}}
             for r in self.results
         ]
@@ -57,7 +57,8 @@ class Evaluation:
                 error = r.standard_error(m) * (r.value(m) if m == "nll" else 1)
                 spread = "" if math.isnan(error) else shown(m, error)[1]
                 lines.append((r.task, *shown(m, r.value(m)), spread, str(len(r.scores[m]))))
-        return f"{self.model}: {self.scheme}, KV {self.kv}, {self.device}; +- is one standard error\n{table(lines)}"
+        head = f"{self.model}: {self.scheme}, KV {self.kv}, {self.device}; +- is one standard error"
+        return f"{head}\n{table(lines)}{_notes(self)}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ def evaluate(
 
     Raises ValueError or FileNotFoundError before a model is loaded.
     """
+    counts = (("limit", limit, 1), ("shots", shots, 0), ("window", window, 2), ("max_windows", max_windows, 1))
+    for what, value, least in counts:
+        if value is not None and value < least:
+            raise ValueError(f"{what} = {value}: wants {least} or more")
     asked = [(name, rest) for name, _, rest in (task.strip().partition(":") for task in dict.fromkeys(tasks))]
     if not asked or ("ppl", "") in asked:
         raise ValueError(f"tasks = {list(tasks)}: wants one or more of ppl:FILE, {', '.join(TASKS)}")
@@ -105,7 +110,8 @@ def evaluate(
             label = f"ppl:{Path(rest).name}"
             other = against.traces.get(label) if against is not None else None
             found = subject_perplexity(subject, rest, window, max_windows, progress, other, keep)
-            results[name, rest] = TaskResult(label, "nll", {"nll": found.window_nll}, found.seconds)
+            results[name, rest] = TaskResult(label, "nll", {"nll": found.window_nll}, found.seconds,
+                                             _windows(found, window, subject.model.config.max_position))
             divergences |= {label: found.divergence} if found.divergence is not None else {}
             traces |= {label: found.trace} if found.trace is not None else {}
         elif TASKS[name].kind != "answer":
@@ -117,6 +123,17 @@ def evaluate(
             place = str(pick_device(device))
             results[name, rest] = answer_task(name, items[name, rest], Path(path), kv_name, place, activations, progress)
     return Evaluation(Path(path).name, scheme, kv_name, kind, tuple(results[pair] for pair in asked), divergences, traces)
+
+
+def _windows(found: Perplexity, asked: int, positions: int) -> str:
+    count = len(found.window_nll)
+    why = f"the model has {positions:,} positions" if found.window == positions else "the text has no more"
+    return (f"{count} window{'s' if count > 1 else ''} of {found.window:,} tokens"
+            + (f", not of {asked:,}: {why}" if found.window < asked else ""))
+
+
+def _notes(found: Evaluation) -> str:
+    return "".join(f"\n{r.task}: {r.note}" for r in found.results if r.note)
 
 
 def deltas(before: Evaluation, after: Evaluation) -> list[Delta]:
@@ -140,7 +157,7 @@ def comparison(before: Evaluation, after: Evaluation) -> str:
         part = lambda x, scale=scale, digits=digits: f"{scale * x:+.{digits}f}"  # noqa: E731
         lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{part(d.change)} {unit}",
                       f"{part(d.low)} to {part(d.high)}", "" if d.p is None else f"{d.p:.3f}", str(d.items)))
-    text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines)]
+    text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines) + _notes(after)]
     text += [f"{name}: KL({before.model} || {after.model}) {d.kl_mean:.5f} nats mean, {d.kl_99:.4f} at the 99th percentile; "
              f"same token first in {d.top1_agreement:.2%} of {d.tokens:,}" for name, d in after.divergences.items()]
     return "\n".join(text)

@@ -18,13 +18,15 @@ from nybble.checkpoint import open_checkpoint
 from nybble.evals.evaluate import Delta, Evaluation, deltas, evaluate, free_device_memory, shown
 from nybble.evals.examine import Anatomy, examine
 from nybble.evals.likelihood import open_subject
+from nybble.evals.perplexity import Divergence
+from nybble.models import read_config
 from nybble.text import read_text
 
 Progress = Callable[[str, float], None]
 WHAT = {"q_proj": "what a word looks for", "k_proj": "what a word offers", "v_proj": "what a word passes on",
         "o_proj": "attention, summed up", "gate_proj": "which features open", "up_proj": "features",
         "down_proj": "features, summed up"}
-VERDICTS = (  # nats per token lost, up to
+VERDICTS = (  # nats per token lost, up to: on the text, or by the KL divergence where that says more
     (0.005, "Practically nothing was lost: use it wherever you used the original."),
     (0.03, "Very little was lost: use it wherever you used the original."),
     (0.07, "A little was lost: good for chat, summaries and drafts; check it on your own task before you rely on it."),
@@ -41,6 +43,12 @@ def report(
     """-> (the page, the same as JSON). text: what perplexity and the examination run on; None: the one in the package. Others
     as `evaluate`. Raises ValueError or FileNotFoundError."""
     source = open_checkpoint(against) if against is not None else None
+    if source is not None:
+        of, was = (read_config(one.config) for one in (open_checkpoint(path), source))
+        for what in ("hidden_size", "num_layers", "intermediate_size", "vocab_size"):
+            if getattr(of, what) != getattr(was, what):
+                raise ValueError(f"{path} has {what} = {getattr(of, what)} and {against} has {getattr(was, what)}: "
+                                 "--against wants the model that the checkpoint was made from")
     with as_file(files("nybble.evals") / "data" / "sample.txt") as sample:
         text = Path(text) if text is not None else sample
         options: dict[str, Any] = {"data": data, "limit": limit, "window": window, "max_windows": max_windows, "device": device,
@@ -54,14 +62,27 @@ def report(
     del subject
     free_device_memory()
     changes = [] if before is None else deltas(before, after)
+    said = advice(found, before, after, changes)
     content = {"model": after.to_dict(), "against": before.to_dict() if before else None, "deltas": [vars(d) for d in changes],
-               "bits_per_weight": found.bits_per_weight, "anatomy": asdict(found), "advice": advice(found, changes)}
-    return render(found, before, after, changes), content
+               "bits_per_weight": found.bits_per_weight, "anatomy": asdict(found), "advice": said}
+    return render(found, before, after, changes, said), content
 
 
-def advice(found: Anatomy, changes: Sequence[Delta]) -> list[str]:
+def verdict(change: float, apart: Divergence | None, model: str, against: str) -> str:
+    """change: nats per token lost on the text. A model that merely does as well is not the same model, so the divergence has a
+    say: KL is what would be lost on text of the original's own."""
+    if apart is not None and (apart.top1_agreement < 0.5 or apart.kl_mean > 1.0):
+        return (f"The two models hardly agree: they expect the same next token in {apart.top1_agreement:.1%} of the places, "
+                f"and their predictions are {apart.kl_mean:.2f} nats apart. Is {against} the model that {model} was made from? "
+                "If so, quantization broke it; if not, nothing here says what was lost.")
+    lost = change if apart is None else max(change, apart.kl_mean)
+    return next((word for limit, word in VERDICTS if lost < limit), VERDICTS[-1][1])
+
+
+def advice(found: Anatomy, before: Evaluation | None, after: Evaluation, changes: Sequence[Delta]) -> list[str]:
     """Recommendations in words, the verdict first."""
-    said = [next(word for limit, word in VERDICTS if d.change < limit) for d in changes if d.metric == "nll"][:1]
+    apart, other = next(iter(after.divergences.values()), None), before.model if before is not None else ""
+    said = [verdict(d.change, apart, after.model, other) for d in changes if d.metric == "nll"][:1]
     said = said or ["This is what is inside. Name the original with --against to see what was lost."]
     if any(d.metric != "nll" for d in changes):
         worse = dict.fromkeys(d.task for d in changes if d.metric != "nll" and d.high < 0)
@@ -90,12 +111,11 @@ def advice(found: Anatomy, changes: Sequence[Delta]) -> list[str]:
     return said
 
 
-def render(found: Anatomy, before: Evaluation | None, after: Evaluation, changes: Sequence[Delta]) -> str:
+def render(found: Anatomy, before: Evaluation | None, after: Evaluation, changes: Sequence[Delta], said: Sequence[str]) -> str:
     """The page."""
     now, then = found.bytes_linear + found.bytes_other, found.bytes_before
     lost = next((d for d in changes if d.metric == "nll"), None)
     apart = next(iter(after.divergences.values()), None)
-    said = advice(found, changes)
     cards = [
         ("Size", f"{now / 1e6:,.0f} MB", f"{then / now:.1f} times smaller than {then / 1e6:,.0f} MB" if now < 0.95 * then else
          f"{then / 1e6:,.0f} MB before"),

@@ -35,12 +35,13 @@ class Item:
 @dataclass(frozen=True)
 class TaskResult:
     """scores: metric -> one number per item; items (windows of a text) of two models pair up. "nll" is in nats and shown as a
-    perplexity, all others are 0 or 1. headline: the metric that the task is usually quoted by."""
+    perplexity, all others are 0 or 1. headline: the metric that the task is usually quoted by. note: on how it was measured."""
 
     task: str
     headline: str
     scores: dict[str, tuple[float, ...]]
     seconds: float
+    note: str = ""
 
     def value(self, metric: str) -> float:
         mean = sum(self.scores[metric]) / len(self.scores[metric])

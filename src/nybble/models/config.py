@@ -12,6 +12,7 @@ from typing import Any
 
 from nybble.models.families import FAMILIES, Family, family_of
 from nybble.nn.rope import METHODS, Rope
+from nybble.text.errors import held
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def read_config(config: Mapping[str, Any], families: tuple[Family, ...] = FAMILI
     Raises ValueError naming the key, its value and what would do: unsupported architectures and rope methods, missing or
     mistyped keys, and every key that would change the numbers and is not honoured.
     """
-    family = family_of(list(config.get("architectures") or ()), config.get("model_type"), families)
+    family = family_of(held(config, "architectures", list[str]) or [], config.get("model_type"), families)
     read = _Reader(config)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     layers = read.count("num_hidden_layers")
@@ -161,6 +162,10 @@ class _Reader:
             return default
         return found
 
+    def held(self, key: str, *kinds: Any) -> Any:
+        self.seen.add(key)
+        return held(self.config, key, *kinds, where=self.where)
+
     def count(self, key: str, default: Any = REQUIRED) -> int:
         found = self.value(key, default)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -202,8 +207,8 @@ class _Reader:
 
 def _read_rope(read: _Reader, max_position: int, head_dim: int) -> tuple[Rope, int]:
     """From `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` beside it. -> the rope, max_position."""
-    old, new = read.value("rope_scaling", None), read.value("rope_parameters", None)
-    if old and new and dict(old) != dict(new):
+    old, new = read.held("rope_scaling", dict), read.held("rope_parameters", dict)
+    if old and new and old != new:
         raise ValueError(f"config.json: rope_scaling = {old!r} and rope_parameters = {new!r} disagree; keep one")
     where = "rope_parameters" if new else "rope_scaling"
     parameters = _Reader(new or old or {}, f"config.json: {where}")
@@ -213,7 +218,8 @@ def _read_rope(read: _Reader, max_position: int, head_dim: int) -> tuple[Rope, i
     partial = parameters.number("partial_rotary_factor", partial)
     if partial > 1 or int(head_dim * partial) % 2:
         raise ValueError(f"config.json: partial_rotary_factor = {partial} of {head_dim} channels; wants an even number of them")
-    kind = parameters.value("rope_type", parameters.value("type", "default"))
+    named = [parameters.held(key, str) for key in ("rope_type", "type")]
+    kind = named[0] or named[1] or "default"
     if kind not in METHODS:
         raise ValueError(f"{parameters.where}: rope_type = {kind!r} is not supported; there are {', '.join(METHODS)}")
     needed, optional = METHODS[kind]
@@ -224,7 +230,7 @@ def _read_rope(read: _Reader, max_position: int, head_dim: int) -> tuple[Rope, i
         if key == "original_max_position_embeddings":
             default = original or max_position
         found = parameters.flag(key, True) if key == "truncate" else parameters.value(key, default)
-        if found is not None and (isinstance(found, str) or found < 0):
+        if found is not None and (not isinstance(found, int | float) or found < 0):
             raise ValueError(f"{parameters.where}: {key} = {found!r}; wants a number, 0 or more")
         if found is not None:
             scaling[key] = found
@@ -244,13 +250,13 @@ def _read_windows(read: _Reader, family: Family, layers: int) -> tuple[int, ...]
     if window is None and "sliding_window" not in read.config:
         window = family.default_window
     if family.window == "layers":
-        first = read.value("max_window_layers", 28)
+        first = 28 if read.held("max_window_layers", int) is None else read.value("max_window_layers")
         if not read.flag("use_sliding_window", False):
             window = None
         slides = [window is not None and layer >= first for layer in range(layers)]
     else:
         slides = [window is not None] * layers
-    types = read.value("layer_types", None)
+    types = read.held("layer_types", list[str])
     if types is not None:
         known = {"full_attention": False, "sliding_attention": True}
         if len(types) != layers or any(kind not in known for kind in types):

@@ -6,8 +6,7 @@ otherwise (reference: its rounding is relative), which is why no percentile is s
 
 from __future__ import annotations
 
-import os
-import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nybble.checkpoint import convert_checkpoint, open_checkpoint
+from nybble.checkpoint.write import remove_aside, replace_directory
 from nybble.formats.spec import FP8
 from nybble.hardware import pick_device
 from nybble.models import load_model
@@ -107,10 +107,9 @@ def calibrate_kv(path: str | Path, calibration: str | Path | None = None, per_he
 
 def add_kv_scales(path: Path, scales: KvScales, format: str = "compressed-tensors") -> None:
     """Write a checkpoint that Nybble wrote again, in its place, with scales."""
-    aside = path.with_name(path.name + ".scaled")
-    convert_checkpoint(path, aside, format, scales=scales.scales)
-    old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(path, old)
-    os.replace(aside, path)
-    shutil.rmtree(old)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".nybble", dir=path.parent))
+    try:
+        convert_checkpoint(path, aside / "new", format, scales=scales.scales)
+        replace_directory(aside / "new", path, aside / "old")
+    finally:
+        remove_aside(aside)

@@ -7,42 +7,88 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nybble.checkpoint.write import lock_file
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import Scheme
 
 Tensors = list[tuple[str, Tensor | QTensor]]
 SHARE = 0.1  # of the time may go into saving the stream
+OURS = re.compile(r"lock|key\.json|measured\.json|(stream|layer\d+)(\.tmp)?")  # the only names written, and so removed
 
 
 class Saved:
-    """folder: where. key: of everything that decides the bytes; what another key left behind is deleted."""
+    """folder: where. key: of everything that decides the bytes, a JSON list; what another key left behind is deleted, and what
+    is damaged, with a warning. Files of other names stay.
+
+    Raises ValueError when `folder` is somebody else's, or another run is at work in it.
+    """
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.due, self.finished = folder, 0.0, 0
+        if os.path.lexists(folder) and not _is_ours(folder):
+            raise ValueError(f"{folder} exists and was not written by Nybble, which keeps unfinished work under that name: "
+                             "move it away, or choose another output directory")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.lock = lock_file(folder / "lock")
+        except BlockingIOError:
+            raise ValueError(f"another run is writing to {folder.with_suffix('')}: wait for it, or choose another output "
+                             "directory") from None
         marker = folder / "key.json"
-        if marker.is_file() and marker.read_text() == key:
-            self.finished = int(self._meta("stream")["finished"]) if (folder / "stream").is_file() else 0
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        marker.write_text(key)
+        try:
+            if marker.is_file() and marker.read_text(encoding="utf-8") == key:
+                self.finished = self._check()
+                return
+            if marker.is_file():
+                json.loads(marker.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"{folder}, an earlier run's unfinished work, is damaged ({reason}): starting over", stacklevel=3)
+        self._clear()
+        marker.write_text(key, encoding="utf-8")
+
+    def _check(self) -> int:
+        """How many layers are finished; raises what reading a damaged file raises."""
+        self.noted("measured")
+        if not (self.folder / "stream").is_file():
+            return 0
+        finished = int(self._meta("stream")["finished"])
+        for index in range(finished):
+            with safe_open(self.folder / f"layer{index}", "pt") as file:
+                meta, held = file.metadata(), set(file.keys())
+            json.loads(meta["errors"])
+            if missing := [name for name in json.loads(meta["names"]) if not {name, f"{name}/codes"} & held]:
+                raise ValueError(f"layer{index} lacks {missing[0]}")
+        return finished
+
+    def _clear(self) -> None:
+        for file in list(self.folder.iterdir()):
+            if OURS.fullmatch(file.name) and file.name != "lock" and not file.is_dir():
+                file.unlink()
+
+    def close(self) -> None:
+        """Let other runs at it."""
+        if self.lock is not None:
+            self.lock.close()
 
     def note(self, name: str, value: object) -> None:
-        (self.folder / f"{name}.json").write_text(json.dumps(value))
+        (self.folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
 
     def noted(self, name: str) -> object | None:
         file = self.folder / f"{name}.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def load_layer(self, index: int, schemes: Mapping[str, Scheme]) -> tuple[Tensors, dict[str, float | None]]:
         """The layer's tensors and its linears' errors, as saved."""
@@ -86,7 +132,10 @@ class Saved:
             self.due = time.monotonic() + (time.monotonic() - started) / SHARE
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # not empty: somebody else's files stay
+            self._clear()
+            (self.folder / "lock").unlink()
+            self.folder.rmdir()
 
     def _meta(self, name: str) -> dict[str, str]:
         with safe_open(self.folder / name, "pt") as file:
@@ -96,3 +145,17 @@ class Saved:
         own = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
         save_file(own, str(self.folder / f"{name}.tmp"), metadata=meta)
         os.replace(self.folder / f"{name}.tmp", self.folder / name)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a run made it: by its key, or, where that is damaged or was never written, by there being nothing else."""
+    if not folder.is_dir():
+        return False
+    names = {file.name for file in folder.iterdir()}
+    if "key.json" not in names:
+        return names <= {"lock"}
+    try:
+        key = json.loads((folder / "key.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return len(names) > 1 and all(OURS.fullmatch(name) for name in names)
+    return isinstance(key, list) and len(key) == 5 and isinstance(key[0], dict)

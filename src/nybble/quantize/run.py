@@ -116,23 +116,26 @@ def quantize_checkpoint(
         source = Rotated(checkpoint, config, recipe.seed, target)
         config = read_config(source.config)
     check_target(Path(out), checkpoint)
-    saved = Saved(Path(f"{out}.resume"), _key(recipe, kv, checkpoint, tokens))
-    run = _Run(source, checkpoint, config, recipe, tokens, target, saved, progress or (lambda what, done: None))
-    if recipe.bits and not recipe.layers:
-        recipe, lines = run.choose()
-        notes += lines
-    schemes = linear_schemes(config, recipe)
-    notes += group_notes(schemes, recipe)
-    if saved.finished:
-        notes.append(f"went on after layer {saved.finished - 1}, which an earlier run had finished")
-    if checkpoint.scheme_name != "16bit":
-        notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone; start from "
-                     "16 bits if you can")
-    write_checkpoint(out, dict(source.config), run.tensors(schemes), schemes, kv, checkpoint, recipe.to_dict())
-    saved.remove()
+    saved = Saved(Path(f"{Path(out)}.resume"), _key(recipe, kv, checkpoint, tokens))
+    try:
+        run = _Run(source, checkpoint, config, recipe, tokens, target, saved, progress or (lambda what, done: None))
+        if recipe.bits and not recipe.layers:
+            recipe, lines = run.choose()
+            notes += lines
+        schemes = linear_schemes(config, recipe)
+        notes += group_notes(schemes, recipe)
+        if saved.finished:
+            notes.append(f"went on after layer {saved.finished - 1}, which an earlier run had finished")
+        if checkpoint.scheme_name != "16bit":
+            notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone; start "
+                         "from 16 bits if you can")
+        write_checkpoint(out, dict(source.config), run.tensors(schemes), schemes, kv, checkpoint, recipe.to_dict())
+        saved.remove()
+    finally:
+        saved.close()
     return Report(
         str(out), recipe, kv, run.errors, {name: s.name for name, s in schemes.items()}, tuple(notes), run.bytes_16bit,
-        sum(f.stat().st_size for f in Path(out).glob("*.safetensors")), run.bits / max(run.weights, 1),
+        sum(f.stat().st_size for f in Path(out).glob("model*.safetensors")), run.bits / max(run.weights, 1),
         time.perf_counter() - started,
     )
 

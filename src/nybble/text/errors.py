@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 
 class BrokenFile(ValueError):
@@ -10,6 +12,23 @@ class BrokenFile(ValueError):
 
     def __init__(self, path: str | Path, why: str) -> None:
         super().__init__(f"{path} is damaged: {why}; download or convert it again")
+
+
+WANTS = {dict: "an object", str: "a string", int: "a whole number", list[str]: "a list of strings",
+         list[int]: "a list of whole numbers", list[dict]: "a list of objects"}
+
+
+def held(config: Mapping[str, Any], key: str, *kinds: Any, where: str = "config.json") -> Any:
+    """config[key], None when it is absent or null. kinds: of `WANTS`. Raises ValueError naming the key, what it holds and
+    what it wants."""
+    found = config.get(key)
+    for kind in kinds:
+        items = found if isinstance(found, list) else ()
+        if isinstance(found, get_origin(kind) or kind) and all(isinstance(item, get_args(kind)) for item in items):
+            return found
+    if found is not None:
+        raise ValueError(f"{where}: {key} = {found!r}; wants {' or '.join(WANTS[kind] for kind in kinds)}")
+    return None
 
 
 def read_text(path: str | Path) -> str:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from nybble.text.chat import render
 from nybble.text.detokenizer import Detokenizer, byte_of_char
-from nybble.text.errors import BrokenFile
+from nybble.text.errors import BrokenFile, held
 from nybble.text.gguf import find_gguf, read_gguf
 from nybble.text.vocabulary import from_gguf
 
@@ -142,6 +142,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # the binding raises bare Exception
         raise BrokenFile(path / "tokenizer.json", str(error)) from error
     config = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
+    for role in ROLES:
+        held(config, role, str, dict, where="tokenizer_config.json")
     generation, model = _read_json(path / "generation_config.json"), _read_json(path / "config.json")
     token_id = lambda role: backend.token_to_id(_content(config[role])) if config.get(role) else None  # noqa: E731
     first = lambda *values: next((v for v in values if v is not None), None)  # noqa: E731
@@ -158,8 +160,12 @@ def _eos_ids(listed: int | list[int] | None, token: int | None) -> tuple[int, ..
 
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name. A chat_template.jinja file wins over tokenizer_config.json, as in transformers."""
-    listed = config.get("chat_template")
-    found = {"default": listed} if isinstance(listed, str) else {t["name"]: t["template"] for t in listed or []}
+    listed, found = held(config, "chat_template", str, list[dict], where="tokenizer_config.json"), {}
+    for entry in [{"name": "default", "template": listed}] if isinstance(listed, str) else listed or []:
+        name, template = (held(entry, key, str, where="tokenizer_config.json: chat_template") for key in ("name", "template"))
+        if name is None or template is None:
+            raise ValueError("tokenizer_config.json: chat_template wants a name and a template in each of its objects")
+        found[name] = template
     legacy = _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(legacy, str):
         found["default"] = legacy
