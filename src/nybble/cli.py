@@ -86,8 +86,8 @@ def quantize(
                                  true_activations=true_activations, group_scales=group_scales)
     if group not in (None, "channel") and not chosen.spec.group:
         raise ValueError(f"group = {group}: {chosen.scheme} has one scale per channel; leave --group out")
-    if format == "tgi" and kv != "fp8":
-        raise ValueError("format = tgi is about FP8 KV scales: it goes with --kv fp8")
+    if (format == "tgi" or kv_per == "head") and kv != "fp8":
+        raise ValueError(f"kv = {kv}: --format tgi and --kv-per head are about FP8 KV scales and go with --kv fp8")
     with progress_bars() as progress:
         report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device, progress=progress)
         if kv == "fp8":
@@ -330,6 +330,8 @@ def convert(
     """
     from nybble.checkpoint import convert_checkpoint
 
+    if kv is None and (kv_per == "head" or calibration is not None):
+        raise ValueError("--kv-per and --calibration are about measuring FP8 KV scales: they go with --kv fp8")
     scales = None
     if kv is not None:
         from nybble.quantize import calibrate_kv
