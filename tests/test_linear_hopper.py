@@ -19,7 +19,7 @@ import torch
 
 from nybble.formats.spec import SCHEMES
 from nybble.kernels import linear_hopper, nvrtc
-from nybble.kernels.linear_hopper import EIGHT, GROUPED, PER_CHANNEL, Tile
+from nybble.kernels.linear_hopper import GROUPED, PER_CHANNEL, Tile
 from nybble.kernels.linear_triton import pack_nibbles
 from nybble.kernels.registry import LinearShape
 
@@ -45,16 +45,6 @@ def test_a_thread_finds_its_operands_of_two_products_in_16_bytes() -> None:
             assert torch.equal(four >> 4, codes[row, channel + 64 : channel + 68])
 
 
-def test_int8_weights_are_operands_as_they_lie() -> None:
-    codes = torch.randint(-127, 128, (512, 256), dtype=torch.int8)
-    packed = linear_hopper.pack_fragments(codes, eight=True).view(4, 2, 2, 2, 2, 128, 4, 4)
-    for block, step, half, row_tile, thread in PLACES:
-        for part, word in ((0, 0), (1, 1), (0, 2), (1, 3)):
-            row, channel = rows_and_channels(block, step, half, row_tile, thread, word)
-            four = packed[block, step, half, part, row_tile, thread, word]
-            assert torch.equal(four, codes[row, channel + 64 * part : channel + 64 * part + 4])
-
-
 def test_refuses_with_a_reason() -> None:
     cpu = torch.device("cpu")
     for name, reason in (("w4a8", "Hopper GPU"), ("w8a8", "int4"), ("w4a8_g128", "int8 grid"), ("w4a16", "int8 activations")):
@@ -68,7 +58,7 @@ KINDS = list({(tile.warp, tile.row_tiles, tile.stream): tile for tile in IN_USE}
 CASES = [*((tile, PER_CHANNEL) for tile in KINDS), (KINDS[0], GROUPED), (KINDS[-1], GROUPED)]
 
 
-@pytest.mark.parametrize(("tile", "mode"), [(tile, mode) for tile in IN_USE for mode in (PER_CHANNEL, GROUPED, EIGHT)])
+@pytest.mark.parametrize(("tile", "mode"), [(tile, mode) for tile in IN_USE for mode in (PER_CHANNEL, GROUPED)])
 def test_shared_memory_holds_the_stages(tile: Tile, mode: int) -> None:
     stages, size = linear_hopper.shared_memory(tile, mode)
     assert stages >= 3

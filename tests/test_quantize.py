@@ -489,6 +489,14 @@ def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path
     assert recorded["transform"] == recipe.transform.replace("auto", own)
 
 
+@pytest.mark.parametrize("place", ["99.down", "0.dwon"])
+def test_a_recipe_that_names_no_layer_of_the_model_is_refused(checkpoint: Path, place: str):
+    config = read_config(open_checkpoint(checkpoint).config)
+    assert linear_schemes(config, Recipe(layers={"0.down": "w8a8"}))["model.layers.0.mlp.down_proj"] == SCHEMES["w8a8"]
+    with pytest.raises(ValueError, match=rf"{place}; this model has 0 to 1"):
+        linear_schemes(config, Recipe(layers={place: "w8a8"}))
+
+
 def test_the_same_recipe_gives_the_same_bytes(checkpoint: Path, tmp_path: Path):
     for out in ("a", "b"):
         recipe = Recipe(samples=2, sequence_length=64)

@@ -1,5 +1,5 @@
-"""Linears with int8 activations on Hopper (sm_90a), in CUDA (`w4a8_sm90.cu`): int4 or int8 weights per channel, and int4 groups
-whose scales are whole numbers on an int8 grid.
+"""Linears with int8 activations on Hopper (sm_90a), in CUDA (`w4a8_sm90.cu`): int4 weights per channel, and in groups whose
+scales are whole numbers on an int8 grid.
 
 Not portable and not for other schemes: those are `linear_triton`'s. Sums are int32 from the first product to the last, so
 tiles, the split of K and the batch cannot change a bit. This file packs weights, chooses a tile by a table and launches.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import INT4, INT8, PER_TOKEN_INT8
+from nybble.formats.spec import INT4, PER_TOKEN_INT8
 from nybble.kernels import linear_triton, nvrtc
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("w4a8_sm90.cu")
 BLOCK = 128  # input channels of a step
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
 PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
-PER_CHANNEL, GROUPED, EIGHT = 0, 1, 2  # MODE of the .cu
+PER_CHANNEL, GROUPED = 0, 1  # MODE of the .cu
 WARPGROUPS = 2  # that multiply, each 64 or 128 rows
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -109,7 +109,7 @@ def tile_for(tokens: int, rows: int, channels: int) -> Tile:
 
 def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
-    each = tile.rows * (128 if mode == EIGHT else 64) + tile.tokens * BLOCK + (tile.rows if mode == GROUPED else 0) + 16
+    each = tile.rows * 64 + tile.tokens * BLOCK + (tile.rows if mode == GROUPED else 0) + 16
     sums = (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * WARPGROUPS * 2048
     apart = sums if sums <= 16384 else 0
     room = min(MOST_BYTES, PROCESSOR_BYTES // tile.resident - RESERVED_BYTES)
@@ -120,28 +120,23 @@ def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
 # ---- packing ------------------------------------------------------------------------------------------------------
 
 
-def fragment_order(eight: bool = False) -> Tensor:
-    """Where byte i of a packed tile comes from, as an index into the row-major tile of 128 rows x 64 (128) bytes. int64.
+def fragment_order() -> Tensor:
+    """Where byte i of a packed tile comes from, as an index into the row-major tile of 128 rows x 64 bytes. int64.
 
     Bit by bit of i: four bytes of k, the next row, k + 16, the four threads of a quad along k, eight times four rows, the four
-    warps, two rows on, (k + 64 for int8, where one byte is one channel,) and last k + 32. A thread's 16 bytes are the operands
-    of two products of 32 channels each (of one for int8), and its four rows in two products of 64 are neighbours, so outputs
-    are written 8 bytes at a time straight from registers.
+    warps, two rows on, and last k + 32. A thread's 16 bytes are the operands of two products of 32 channels each, and its four
+    rows in two products of 64 are neighbours, so outputs are written 8 bytes at a time straight from registers.
     """
     steps = [(0, 1), (0, 2), (1, 0), (0, 16), (0, 4), (0, 8), (4, 0), (8, 0), (16, 0), (32, 0), (64, 0), (2, 0), (0, 32)]
-    if eight:
-        steps.insert(-1, (0, 64))
-    index = torch.arange(1 << len(steps))
-    return sum((index >> bit & 1) * (row * (128 if eight else 64) + byte) for bit, (row, byte) in enumerate(steps))
+    index = torch.arange(8192)
+    return sum((index >> bit & 1) * (row * 64 + byte) for bit, (row, byte) in enumerate(steps))
 
 
-def pack_fragments(rows: Tensor, eight: bool = False) -> Tensor:
-    """int8 [N, K / 2] of `linear_triton.pack_nibbles`, or int8 codes [N, K], N a multiple of 128 -> [N / 128, K / 128, 8192 or
-    16384] in fragment order."""
+def pack_fragments(rows: Tensor) -> Tensor:
+    """int8 [N, K / 2] of `linear_triton.pack_nibbles`, N a multiple of 128 -> [N / 128, K / 128, 8192] in fragment order."""
     n, width = rows.shape
-    each = 128 if eight else 64
-    tiles = rows.view(n // 128, 128, width // each, each).permute(0, 2, 1, 3).reshape(n // 128, width // each, -1)
-    return tiles[:, :, fragment_order(eight).to(rows.device)].contiguous()
+    tiles = rows.view(n // 128, 128, width // 64, 64).permute(0, 2, 1, 3).reshape(n // 128, width // 64, -1)
+    return tiles[:, :, fragment_order().to(rows.device)].contiguous()
 
 
 @dataclass(frozen=True)
@@ -172,19 +167,18 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
     if weight.over is not None and not whole_scales(weight):
         return linear_triton.pack_int(weight, shape)
     n, k = weight.shape
-    eight = weight.spec.num == INT8
     n_padded, k_padded = -(-n // ROWS) * ROWS, -(-k // BLOCK) * BLOCK
     codes = torch.nn.functional.pad(weight.codes, (0, k_padded - k, 0, n_padded - n))
-    scale = weight.over if weight.over is not None else weight.scale if eight else weight.scale / 16  # codes enter as 16 * code
+    scale = weight.over if weight.over is not None else weight.scale / 16  # codes enter as 16 * code
     scale = torch.nn.functional.pad(scale.expand(n, 1)[:, 0], (0, n_padded - n)).contiguous()
     group_scale = None
     if weight.over is not None:
         codes = codes + 8
         whole = torch.nn.functional.pad(weight.scale, (0, k_padded // BLOCK - weight.scale.shape[1], 0, n_padded - n))
         group_scale = whole.t().to(torch.int8).contiguous()
-    packed = pack_fragments(codes, True) if eight else pack_fragments(linear_triton.pack_nibbles(codes))
+    packed = pack_fragments(linear_triton.pack_nibbles(codes))
     arrivals = torch.zeros(8192, dtype=torch.int32, device=shape.device)
-    mode = EIGHT if eight else PER_CHANNEL if group_scale is None else GROUPED
+    mode = PER_CHANNEL if group_scale is None else GROUPED
     return Packed(mode, n, k, shape.dtype, packed, group_scale, scale, arrivals)
 
 
@@ -273,7 +267,7 @@ def _accepts(shape: LinearShape) -> str | None:
         return "wants symmetric int4 weights in contiguous groups"
     if weight.over is None and weight.group not in (None, shape.in_features):
         return "wants one scale per channel, or group scales on an int8 grid"
-    if weight.over is not None and (weight.group != BLOCK or weight.num != INT4):
+    if weight.over is not None and weight.group != BLOCK:
         return f"wants groups of {BLOCK} int4 on the int8 grid"
     if weight.tile[0] not in (1, None):
         return f"wants one scale per channel, not a tile of {weight.tile[0]} rows"

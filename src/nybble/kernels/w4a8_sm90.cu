@@ -6,7 +6,7 @@
 // tile, whose int32 sums are added through distributed shared memory.
 //
 // Defined by the host: TOKENS (a tile's), STAGES, ROW_TILES (64-row tiles of a warpgroup: 1, 2), WARPGROUPS, RESIDENT (blocks a
-// processor must hold), CLUSTER_K, MODE (0 int4, 1 int4 with whole group scales, 2 int8), OUT (0 bf16, 1 fp16, 2 fp32), KEEP
+// processor must hold), CLUSTER_K, MODE (0 int4, 1 int4 with whole group scales), OUT (0 bf16, 1 fp16, 2 fp32), KEEP
 // (weights are read more than once), REGISTERS (of a multiplying thread, taken from the copying ones that then number 128; 0:
 // all alike), WARP_LEVEL (mma.sync of each warp, for few tokens), STREAM (equal shares of all work, partial sums through global
 // memory); and `product(int (&sum)[TOKENS / 2], const unsigned (&a)[4], u64 x)`.
@@ -16,7 +16,7 @@ typedef unsigned long long u64;
 
 constexpr int COPIERS = REGISTERS ? 128 : 32, COPY_REGISTERS = RESIDENT == 1 ? 40 : 32;
 constexpr int BM = 64 * ROW_TILES * WARPGROUPS, GROUPS = TOKENS / 8;
-constexpr int PACKED = MODE == 2 ? 16384 : 8192;  // bytes of 128 rows x 128 channels
+constexpr int PACKED = 8192;  // bytes of 128 rows x 128 channels
 constexpr int W_BYTES = BM / 128 * PACKED, X_BYTES = TOKENS * 128, S_BYTES = MODE == 1 ? BM : 0;
 constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES, BARRIERS_AT = S_AT + STAGES * S_BYTES;
 constexpr int OWNED = (GROUPS + CLUSTER_K - 1) / CLUSTER_K;  // groups of eight tokens that one share of a cluster finishes
@@ -86,15 +86,9 @@ struct Pair {
   u32 low[4], high[4];
 };
 __device__ __forceinline__ uint4 load_packed(u32 tile, int half, int odd, int thread) {
-  return MODE == 2 ? uint4{} : load_shared(tile + (half * 2 + odd) * 2048 + thread * 16);
+  return load_shared(tile + (half * 2 + odd) * 2048 + thread * 16);
 }
-__device__ __forceinline__ void unpack(Pair& out, const uint4& packed, u32 tile, int half, int odd, int thread, u32 scales) {
-  if (MODE == 2) {
-    uint4 a = load_shared(tile + ((half * 2 + 0) * 2 + odd) * 2048 + thread * 16);
-    uint4 b = load_shared(tile + ((half * 2 + 1) * 2 + odd) * 2048 + thread * 16);
-    out = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
-    return;
-  }
+__device__ __forceinline__ void unpack(Pair& out, const uint4& packed, u32 scales) {
   const u32 w[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -316,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     // A step's packed weights are read while the products of the step before run.
     Pair one[ROW_TILES], two[ROW_TILES] = {};
     uint4 packed[ROW_TILES][2];
-    u32 scales = 0, tile = 0;
+    u32 scales = 0;
     auto fetch = [&] {
       wait(full + 8 * stage, parity);
-      tile = base + W_AT + stage * W_BYTES + block * PACKED;
+      const u32 tile = base + W_AT + stage * W_BYTES + block * PACKED;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; i++)
         packed[i / 2][i % 2] = load_packed(tile, i % 2, ROW_TILES == 1 ? odd : i / 2, thread);
@@ -331,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     auto operands = [&](Pair(&out)[ROW_TILES], int half) {
 #pragma unroll
       for (int i = 0; i < ROW_TILES; i++)
-        unpack(out[i], packed[i][half], tile, half, ROW_TILES == 1 ? odd : i, thread, scales >> 16 * i);
+        unpack(out[i], packed[i][half], scales >> 16 * i);
     };
 #if WARP_LEVEL
     for (int step = begin.step; step < end; step++) {

@@ -160,6 +160,10 @@ def resolve_transform(recipe: Recipe, config: ModelConfig) -> str:
 
 def linear_schemes(config: ModelConfig, recipe: Recipe) -> dict[str, Scheme]:
     """Module name of every linear in the layers -> its scheme."""
+    places = {f"{index}.{site}" for index in range(config.num_layers) for site in SITES}
+    if unknown := sorted(recipe.layers.keys() - places):
+        raise ValueError(f"the recipe's layers name {', '.join(unknown)}; this model has 0 to {config.num_layers - 1}, each "
+                         f"with {', '.join(SITES)}, as in \"0.{next(iter(SITES))}\"")
     wide = {"o_proj": config.num_heads * config.head_dim, "down_proj": config.intermediate_size}
     return {
         f"model.layers.{index}.{name}": recipe.scheme_for(
