@@ -22,15 +22,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny
 
-from nybble.bench import offline
+from nybble.bench import offline, serving
 from nybble.bench.plot import HEIGHT, Chart, Point, chart_svg, roofline_svg
-from nybble.bench.serving import Exchange, Load, Outcome, Run, arrivals, read_sizes, run, summarize, table
+from nybble.bench.serving import Load, Run, arrivals, read_sizes, summarize, table
 from nybble.bench.spawn import dummy_engine, made_up_tokenizer
+from nybble.bench.wire import Exchange, Outcome, Target
 from nybble.cli import app
 from nybble.text import load_tokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def run(report=lambda _: None, **options):
+    return serving.run(serving.Options(**options), report)
 
 
 def event(**fields) -> bytes:
@@ -66,7 +71,8 @@ class Wire:
 def feed(pieces: list[tuple[float, bytes]]) -> tuple[Exchange, Outcome]:
     """An exchange that received each piece at its time."""
     times = iter([at for at, _ in pieces])
-    exchange, outcome = Exchange(b"", clock=lambda: next(times)), Outcome(8)
+    request = Target("http://x").request("POST", "/v1/completions")
+    exchange, outcome = Exchange(request, clock=lambda: next(times)), Outcome(8)
     exchange.transport = Wire()
     for _, data in pieces:
         exchange.data_received(data)
@@ -120,7 +126,7 @@ def test_answers_cut_anywhere(cuts, newline, frames, chunked):
     exchange, outcome = feed(pieces)
     assert (outcome.error, outcome.output_tokens, len(outcome.arrivals_s)) == (None, 6, 6)
     assert outcome.arrivals_s == sorted(outcome.arrivals_s)
-    assert exchange._complete
+    assert exchange.complete
 
 
 @pytest.mark.parametrize(("answer", "reason"), [
@@ -284,7 +290,21 @@ def listening(server):
         loop.close()
 
 
-QUICK = {"input_mean": 6, "output_mean": 5, "longest": 12, "warmup": 0, "report": lambda _: None}
+QUICK = {"input_mean": 6, "output_mean": 5, "longest": 12, "warmup": 0}
+
+
+@pytest.mark.parametrize(("body", "counted"), [
+    (b"# TYPE nybble_decode_steps counter\nnybble_decode_steps_total 21.0\nnybble_decode_wall_seconds_total 2.5\n"
+     b'nybble_decode_busy_seconds_total 2.25\nother{a="b"} 1.0\n', (21.0, 2.5, 2.25)),
+    (b"vllm:num_requests_running 0.0\n", (0.0, 0.0, 0.0)), (b'{"detail":"Not Found"}', (0.0, 0.0, 0.0))])
+def test_decode_counters(body, counted):
+    async def metrics(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)  # ends with its connection
+        writer.close()
+
+    with listening(metrics) as url:
+        assert asyncio.run(Target(url).decode_counters()) == counted
 
 
 def test_known_delays():

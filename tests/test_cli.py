@@ -24,9 +24,14 @@ import sys
 from nybble.cli import app
 app(["--help"], exit_on_error=False, result_action="return_value")
 print(sorted(m for m in ("torch", "triton", "transformers", "numpy", "fastapi", "rich.progress") if m in sys.modules))
+commands = [[name] for name in "quantize generate chat serve eval convert report explain demo".split()]
+for name in [*commands, ["bench", "offline"], ["bench", "serving"]]:
+    app([*name, "--help"], exit_on_error=False, result_action="return_value")
+print(sorted(m for m in ("torch", "triton", "transformers") if m in sys.modules))
 """)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.splitlines().count("[]") == 2
+    assert done.stdout.count("auto, cpu, cuda, cuda:N.") == 11
     for command in ("quantize", "generate", "chat", "serve", "eval", "explain", "bench", "demo"):
         assert command in done.stdout
 

@@ -43,6 +43,11 @@ def compile_for(target: GPUTarget, kernel: Any, tile: Tile, types: dict[str, str
     return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
 
 
+def assembly(target: GPUTarget) -> dict[str, str]:
+    low, high = (linear_triton.float_assembly(False, high) if target.backend == "cuda" else "" for high in (False, True))
+    return {"ASM_LO": low, "ASM_HI": high}
+
+
 def spilled_bytes(compiled: Any, tmp_path: Path) -> int:
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -62,23 +67,22 @@ FLOAT = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "gfx942": r"v_mfma_f3
 @pytest.mark.parametrize("name", TARGETS)
 def test_int4_and_int8_per_channel(name: str) -> None:
     for bits in (4, 8):
-        compiled = compile_for(TARGETS[name], linear_triton.int_linear, SMALL, BITS=bits)
+        compiled = compile_for(TARGETS[name], linear_triton.plain_linear, SMALL, BITS=bits)
         assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32"), instructions(compiled))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_int4_groups(name: str) -> None:
-    compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, {"partials": "*fp32"}, GROUP=64, SEGMENTS=4)
+    flags = assembly(TARGETS[name]) | {"GROUP": 64, "SEGMENTS": 4, "ZERO": False}
+    compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, {"partials": "*fp32"}, **flags)
     assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32"), instructions(compiled))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_w4a16(name: str) -> None:
-    cuda = TARGETS[name].backend == "cuda"
-    assembly = [linear_triton.float_assembly(False, high) if cuda else "" for high in (False, True)]
     types = {"X": "*bf16", "WS": "*bf16", "partials": "*fp32"}
-    flags = {"GROUP": 128, "ZERO": True, "ASM_LO": assembly[0], "ASM_HI": assembly[1]}
-    compiled = compile_for(TARGETS[name], linear_triton.float_linear, SMALL, types, **flags)
+    flags = assembly(TARGETS[name]) | {"GROUP": 128, "ZERO": True}
+    compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, types, **flags)
     pattern = r"tcgen05\.mma\S*|mma\.sync\S*\.f32\.bf16\.bf16\.f32"
     assert re.search(FLOAT.get(name, pattern), instructions(compiled))
 
@@ -86,7 +90,7 @@ def test_w4a16(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_logits(name: str) -> None:
     types = {"X": "*bf16", "W": "*bf16", "Y": "*fp32"}
-    compiled = compile_for(TARGETS[name], linear_triton.dense_linear, Tile(64, 64, 64, 1, 3, 4), types)
+    compiled = compile_for(TARGETS[name], linear_triton.plain_linear, Tile(64, 64, 64, 1, 3, 4), types, BITS=16)
     pattern = r"tcgen05\.mma\S*|mma\.sync\S*\.f32\.bf16\.bf16\.f32"
     assert re.search(FLOAT.get(name, pattern), instructions(compiled))
 
@@ -100,10 +104,11 @@ def rows_in_use() -> list[linear_triton.Row]:
 def test_hopper_tiles_keep_weights_in_registers_and_spill_nothing(row: linear_triton.Row, tmp_path: Path) -> None:
     tile = row.tile._replace(split=row.tile.split or 4)
     if row.kind == "int4":
-        compiled = compile_for(TARGETS["sm_90"], linear_triton.int_linear, tile, BITS=4)
+        compiled = compile_for(TARGETS["sm_90"], linear_triton.plain_linear, tile, BITS=4)
     else:
         types = {"partials": "*fp32", "WS": "*bf16"}
-        compiled = compile_for(TARGETS["sm_90"], linear_triton.group_linear, tile, types, GROUP=128, SEGMENTS=4)
+        flags = assembly(TARGETS["sm_90"]) | {"GROUP": 128, "SEGMENTS": 4, "ZERO": False}
+        compiled = compile_for(TARGETS["sm_90"], linear_triton.group_linear, tile, types, **flags)
     assert spilled_bytes(compiled, tmp_path) == 0
     # a register operand is a brace list of four, a shared-memory one a 64-bit descriptor
     products = re.findall(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*(\S)", instructions(compiled))

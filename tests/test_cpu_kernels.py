@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,19 @@ def test_rms_norm(ops, m, h, residual):
     assert torch.equal(rows.scale, expected[1])
     alone, _ = ops.rms_norm(x[m - 1 :], weight, 1e-5, None if other is None else other[m - 1 :], False)
     assert torch.equal(alone, got[m - 1 :])
+
+
+@pytest.mark.parametrize(("m", "i", "size"), [(3, 1536, 512), (9, 96, 32), (2, 12, 4), (1, 4096, 4096)])
+def test_silu_mul_with_a_hadamard(ops, m, i, size):
+    x = torch.randn(m, 2 * i) * 8
+    sylvester = reduce(torch.kron, [torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64)] * (size.bit_length() - 1))
+    y = ops.silu_mul(x, False).double().unflatten(-1, (-1, size)) @ sylvester
+    got = ops.silu_mul(x, False, size)
+    torch.testing.assert_close(got.double(), y.flatten(1) / size**0.5, rtol=1e-5, atol=1e-4)
+    assert torch.equal(got, reference.hadamard_blocks(ops.silu_mul(x, False), size))
+    rows, expected = ops.silu_mul(x, True, size), quantize_rows(got)
+    assert torch.equal(rows.codes, expected[0])
+    assert torch.equal(rows.scale, expected[1])
 
 
 @pytest.mark.parametrize(("m", "i"), [(1, 1536), (9, 100), (21, 7)])

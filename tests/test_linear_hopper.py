@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nybble.bench.kernels import MODELS
 from nybble.formats.spec import SCHEMES
 from nybble.kernels import linear_hopper, nvrtc
 from nybble.kernels.linear_hopper import GROUPED, PER_CHANNEL, Tile
@@ -53,7 +54,8 @@ def test_refuses_with_a_reason() -> None:
         assert reason in refusal
 
 
-IN_USE = sorted({tile for *_, tile in linear_hopper.TILES})
+SHAPES = [shape for model in MODELS.values() for _, *shape in model]
+IN_USE = sorted({linear_hopper.tile_for(tokens, *shape) for tokens in (*range(1, 400), 1024, 4096) for shape in SHAPES})
 KINDS = list({(tile.warp, tile.row_tiles, tile.stream): tile for tile in IN_USE}.values())  # the largest of each kind
 CASES = [*((tile, PER_CHANNEL) for tile in KINDS), (KINDS[0], GROUPED), (KINDS[-1], GROUPED)]
 

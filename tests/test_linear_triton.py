@@ -42,16 +42,15 @@ def test_refuses_a_cpu_with_a_reason() -> None:
 
 @pytest.mark.skipif(INTERPRETING, reason="needs no interpreter")
 def test_nibbles_pair_channel_k_with_k_plus_64() -> None:
-    from nybble.kernels.linear_triton import pack_nibbles, unpack_nibbles
+    from nybble.kernels.linear_triton import pack_nibbles
 
     codes = torch.randint(-8, 8, (3, 256), dtype=torch.int8)
     packed = pack_nibbles(codes)
     assert packed.shape == (3, 128)
-    for k in (0, 5, 63, 128, 191):
+    for k in (*range(64), *range(128, 192)):
         byte = packed[:, k // 128 * 64 + k % 128].int() & 255
         assert torch.equal(byte & 15, codes[:, k].int() & 15)
         assert torch.equal(byte >> 4, codes[:, k + 64].int() & 15)
-    assert torch.equal(unpack_nibbles(packed), codes)
 
 
 def weight_of(scheme: Scheme, n: int, k: int, seed: int = 0) -> QTensor:

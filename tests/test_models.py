@@ -290,6 +290,8 @@ def test_a_mixture_of_schemes_within_a_layer(tmp_path: Path) -> None:
 class Changed:
     """A checkpoint with some tensors replaced, added or taken away."""
 
+    hadamard = 0
+
     def __init__(self, path: Path, config: dict | None = None, **tensors: Tensor | None) -> None:
         self._inner = open_checkpoint(path)
         self.config = {**self._inner.config, **(config or {})}

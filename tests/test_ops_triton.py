@@ -95,6 +95,49 @@ def test_silu_mul(quantize: bool) -> None:
         torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-6)
 
 
+@inside
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(("width", "block"), [(24, 8), (96, 32), (384, 128), (1536, 512), (2048, 2048)])
+def test_silu_mul_turned_by_hadamard_s_matrix(width: int, block: int, quantize: bool) -> None:
+    from nybble.kernels.ops_triton import silu_mul
+
+    x = randn(3, 2 * width) * 4
+    gate, up = x.double().chunk(2, -1)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < block:  # Sylvester: [[H, H], [H, -H]]
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    exact = ((gate / (1 + (-gate).exp()) * up).view(3, -1, block) @ matrix / block**0.5).view(3, width)
+    out = silu_mul(x, quantize, hadamard=block)
+    if quantize:
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        assert ((out.codes * out.scale[:, None] - exact).abs() <= step * 0.501).all()
+    else:
+        torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@inside
+@pytest.mark.parametrize("block", [3, 16, 32768])
+def test_hadamard_blocks_that_do_not_fit_are_refused(block: int) -> None:
+    from nybble.kernels.ops_triton import silu_mul
+
+    with pytest.raises(ValueError, match=f"Hadamard block of {block} for 24 channels"):
+        silu_mul(randn(1, 48), True, hadamard=block)
+
+
+@outside
+@pytest.mark.parametrize("width", [8, 96, 576, 1536, 4096, 5120, 11008, 13824, 14336, 18944, 28672, 53248])
+def test_a_row_s_programs_on_hopper_cover_it_and_no_more(width: int) -> None:
+    from nybble.kernels import ops_hopper as ops
+
+    cases = [(op, 0, rows) for op in (ops.PLAIN, ops.NORM, ops.SILU) for rows in (1, 64)]
+    cases += [(ops.SILU, 1 << i, 64) for i in range(1, 14) if width % (1 << i) == 0]
+    for op, hadamard, rows in cases:
+        threads, vectors, cluster = ops.shape_for(op, width, hadamard, rows)
+        assert threads % max(32, hadamard // 8) == 0  # neighbours that are turned together are neighbours in a program
+        assert cluster == 1 or threads * cluster <= 1024  # partial results of a row: one for each lane of a warp
+        assert (vectors - 1) * threads * cluster * 8 < width <= vectors * threads * cluster * 8
+
+
 # ---- RoPE and the cache write -------------------------------------------------------------------------------------
 
 
@@ -205,8 +248,16 @@ def test_attention_window(name: str, kv_heads: int) -> None:
 
 @inside
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_long_rows_sum_many_splits(name: str) -> None:
-    check_attention(name, [17000, 2400, 200], [1, 1, 1], 1, 1, 16, 128)
+@pytest.mark.parametrize("window", [0, 700])
+def test_many_splits_are_summed_in_groups(name: str, window: int) -> None:
+    from nybble.kernels.attention_triton import Tiles, decode
+
+    q, kv, step = attention_case(name, [1100, 130, 600], [1] * 3, 2, 1, 16, 32)
+    want, tiles = reference.attention(q, kv, step, 0.2, window), Tiles(16, 1, 1, split=16, levels=0)  # 69 splits
+    for programs in (1, 5, 69):
+        out = torch.full_like(q, float("nan"))
+        decode(q, kv, step, 0.2, window, out, tiles, programs)
+        torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
 
 
 @inside
@@ -216,23 +267,22 @@ def test_sharing_a_row_among_programs_moves_no_bit(name: str, group: int) -> Non
 
     q, kv, step = attention_case(name, [3, 770], [1] * 2, group, 1, 16, 32)
     outs = []
-    for stride in (1, 2, 4):
-        out = torch.full_like(q, float("nan"))
-        decode(q, kv, step, 0.3, 0, out, stride=stride)
-        outs.append(out)
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    for programs in (1, 2, 3, 7):
+        outs.append(torch.full_like(q, float("nan")))
+        decode(q, kv, step, 0.3, 0, outs[-1], programs=programs)
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @outside
 def test_splits_are_cut_at_fixed_positions() -> None:
-    from nybble.kernels.attention_triton import _split_count
+    from nybble.kernels.attention_triton import Tiles, split_count
 
-    ends = [256, 512] + [512 + 512 * i for i in range(1, 8)] + [4096 + 1024 * i for i in range(1, 60)]
-    for count, end in enumerate(ends, 1):
-        assert _split_count(end, 256) == count
-        assert _split_count(end + 1, 256) == count + 1
-    assert _split_count(0, 256) == 0
+    for split, sizes in ((64, [64] * 8 + [128] * 4 + [256] * 4 + [512] * 4 + [1024] * 40), (128, [128] * 8 + [256] * 40)):
+        tiles = Tiles(32, 1, 1, split, levels=4 if split == 64 else 1)
+        for count in range(len(sizes)):
+            end = sum(sizes[:count])
+            assert split_count(end, tiles) == count
+            assert split_count(end + 1, tiles) == count + 1
 
 
 @inside
@@ -302,10 +352,10 @@ def compile_attention(target: str, form: str, kind: str, dim: int = 128, sets: i
         scratch = "*bf16" if whole else "*fp16"
         constants = shape | {"LANES": triton.next_power_of_2(dim), "TILE": kernels.GATHER_TILE}
         return compile_for(target, kernels._gather, [*caches, "*i32", scratch, scratch], constants, 8)
-    tiles = kernels.decode_tiles(dim)
+    tiles, early = kernels.decode_tiles(dim, 16 if whole else 4 if kind == "int4" else 8), target in ("sm_90", "sm_100")
     constants = shape | {"GROUP": 4, "UNITS": units, "LANES": max(16, triton.next_power_of_2(units)), "ASM": target != "gfx942",
-                         "SPLIT": tiles.split, "TILE": tiles.tile, "ROWS": 16 if target == "gfx942" else 8, "DIRECT": False,
-                         "STAGES": tiles.stages}
+                         "SPLIT": tiles.split, "LEVELS": tiles.levels, "TILE": tiles.tile, "STAGES": tiles.stages,
+                         "DIRECT": False, "ROWS": 16 if target == "gfx942" else 8, "PDL": early, "FETCH": 2 if early else 0}
     return compile_for(target, kernels._decode, ["*bf16", *caches, "*bf16", "*fp32", "*fp32"], constants, tiles.warps)
 
 
@@ -336,9 +386,11 @@ def test_rope_write_and_norm_compile(target: str) -> None:
 
     early = target.startswith("sm_") and int(target[3:]) >= 90
     compile_for(target, ops._rms_norm_kernel, ["*bf16", "*bf16", "*bf16", "*bf16", "*i8", "*fp32"],
-                {"WIDTH": 5120, "BLOCK": 8192, "RESIDUAL": True, "QUANTIZE": True, "PDL": early}, 4)
-    compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"],
-                {"WIDTH": 13824, "BLOCK": 16384, "QUANTIZE": True, "PDL": early}, 16)
+                {"WIDTH": 5120, "CHUNK": 1024, "RESIDUAL": True, "QUANTIZE": True, "PDL": early}, 4)
+    for hadamard in (0, 512):
+        compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"],
+                    {"WIDTH": 13824, "CHUNK": 4096, "QUANTIZE": True, "HADAMARD": hadamard, "ROOT": 0.04,
+                     "ASM": target.startswith("sm_"), "PDL": early}, 16)
     for kind in ("int4", "fp8"):
         constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "QUARTER": 32, "ROTARY": 128, "BLOCK_SIZE": 64,
                      "KIND": kind, "Q_NORM": True, "K_NORM": True, "PDL": early}
@@ -355,8 +407,8 @@ def test_hopper_decode_loads_wide_and_converts_without_the_conversion_unit(kind:
     compiled = compile_attention("sm_90", "decode", kind)
     counts, local_bytes = sass(compiled, tmp_path)
     assert local_bytes == 0
-    assert not [name for name in counts if re.match(r"I2F|LDS\.U|LDG\.E\.U8$", name)]
+    assert not [name for name in counts if re.match(r"I2F(?!\.RP)|LDS\.U|LDG\.E\.U8$", name)]  # RP: integer division, twice
     assert counts["LDGSTS.E.BYPASS.128"] >= 8
-    tile = 32 * 128 * 2 // 32  # codes of K and V a thread holds
+    tile = (64 if kind == "int4" else 32) * 128 * 2 // 32  # codes of K and V a thread holds
     assert counts["HMMA.16816.F32" + (".BF16" if kind == "copy" else "")] == tile // 8  # eight queries an instruction
     assert counts["LDSM.16.MT88.4"] >= 4  # V is transposed on its way to the registers

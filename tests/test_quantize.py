@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +17,20 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from nybble.checkpoint import open_checkpoint
+from nybble.checkpoint import convert_checkpoint, open_checkpoint
+from nybble.checkpoint.compressed import transform_config
 from nybble.formats.qtensor import dequantize
 from nybble.formats.spec import FP8, INT4, INT8, SCHEMES, Num, Spec
+from nybble.kernels.reference import hadamard_blocks
 from nybble.models import forward_window, load_model, read_config
 from nybble.models.load import build
-from nybble.quantize import Recipe, auto, quantize_checkpoint, run
+from nybble.quantize import Recipe, auto, calibrate, quantize_checkpoint, run
 from nybble.quantize.auto import Candidate, allocate
 from nybble.quantize.calibrate import build_layer, calibration_step, take_windows
 from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, one_block, output_error, quantize_gptq, refit_scale
 from nybble.quantize.recipe import from_dict, from_toml, shipped_text
 from nybble.quantize.resume import Saved
-from nybble.quantize.rotate import Rotated, can_rotate, hadamard
+from nybble.quantize.rotate import OnlineHadamard, Rotated, can_rotate, hadamard
 from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn, settle, snap
 from nybble.quantize.run import group_notes, linear_schemes, resolve_transform
 from nybble.quantize.smooth import ALL_SITES, search, smooth_layer
@@ -464,7 +467,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Recipe(scheme="w8a8", samples=4, sequence_length=64),
     Recipe(scheme="fp8", samples=4, sequence_length=64),
     Recipe(scheme="w4a16", group=32, samples=4, sequence_length=64),
-], ids=lambda r: f"{r.scheme}-{r.group}-{r.method}-{r.transform}")
+    Recipe(scheme="fp8", samples=4, sequence_length=64, static_activations=True),
+    Recipe(scheme="w8a8", samples=4, sequence_length=64, online_hadamard=True),
+    Recipe(scheme="fp8", method="rtn", samples=4, sequence_length=64, online_hadamard=True, transform="rotate"),
+], ids=lambda r: f"{r.scheme}-{r.group}-{r.method}-{r.transform}-{r.static_activations}-{r.online_hadamard}")
 def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path: Path, recipe: Recipe):
     seen: list[float] = []
     report = quantize_checkpoint(checkpoint, tmp_path / "out", recipe, "int8", checkpoint / "text.txt", "cpu",
@@ -487,6 +493,92 @@ def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path
     assert from_dict(recorded).scheme == recipe.scheme
     own = "rotate+smooth" if recipe.scheme == "w8a8" else "none"
     assert recorded["transform"] == recipe.transform.replace("auto", own)
+
+
+def test_an_online_hadamard_changes_no_logit_and_is_the_one_that_others_mean():
+    from compressed_tensors.transform import TransformConfig
+    from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
+
+    theirs = deterministic_hadamard_matrix(64, torch.float64) / 8
+    x = torch.randn(3, 192, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(hadamard_blocks(x, 64), (x.unflatten(-1, (3, 64)) @ theirs).flatten(-2))
+    assert TransformConfig.model_validate(transform_config(512)).config_groups["R4"].head_dim == 512
+    source = tiny("LlamaForCausalLM", True)
+    config = read_config(source.config)
+    turned = OnlineHadamard(source, 32)
+    before, after, forgotten = (
+        forward_window(build(c, s, torch.device("cpu"), torch.float32), torch.arange(40)[None])
+        for c, s in ((config, source), (replace(config, hadamard=32), turned), (config, turned)))
+    assert (before - after).abs().max() < 1e-5 * before.abs().max()
+    assert (before - forgotten).abs().max() > 0.01 * before.abs().max()
+
+
+def test_an_online_hadamard_is_honoured_or_refused(checkpoint: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    quantize = lambda source, out: quantize_checkpoint(  # noqa: E731
+        source, tmp_path / out, Recipe(method="rtn", group=32, online_hadamard=True, transform="none"), device="cpu")
+    quantize(checkpoint, "out")
+    assert open_checkpoint(tmp_path / "out").hadamard == 32
+    with pytest.raises(ValueError, match=r"llama\+hadamard"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match="quantize the model it was made from"):
+        quantize(tmp_path / "out", "again")
+    for name in ("qqq", "gptq", "awq", "tgi"):
+        with pytest.raises(ValueError, match=r"turned at run time|KV scales"):
+            convert_checkpoint(tmp_path / "out", tmp_path / name, name)
+    convert_checkpoint(tmp_path / "out", tmp_path / "same", "compressed-tensors")
+    ids = torch.arange(40)[None] % 10
+    logits = [forward_window(load_model(open_checkpoint(tmp_path / name), "cpu"), ids) for name in ("out", "same")]
+    assert torch.equal(*logits)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    spoiled = {"transform_config": None, "size": 64, "type": "random-hadamard", "targets": ["re:.*o_proj$"]}
+    for key, value in spoiled.items():
+        block = json.loads(json.dumps(config))
+        group = block["quantization_config"]["transform_config"]["config_groups"]["R4"]
+        if key == "transform_config":
+            del block["quantization_config"][key]
+        elif key == "targets":
+            group["apply"][0][key] = value
+        else:
+            group["head_dim" if key == "size" else key] = value
+        (tmp_path / "out" / "config.json").write_text(json.dumps(block))
+        with pytest.raises(ValueError, match="transform"):
+            open_checkpoint(tmp_path / "out")
+
+
+def test_static_fp8_is_what_transformers_reads(checkpoint: Path, tmp_path: Path):
+    """Layout as RedHatAI's FP8 checkpoints: float-quantized, a scale per tensor for inputs, in the model's dtype."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    recipe = Recipe(scheme="fp8", samples=4, sequence_length=64, static_activations=True)
+    quantize_checkpoint(checkpoint, tmp_path / "out", recipe, calibration=checkpoint / "text.txt", device="cpu")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "float-quantized"
+    (group,) = config["config_groups"].values()
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("tensor", False)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {name: value for name, value in stored.items() if name.endswith("input_scale")}
+    assert len(scales) == 14
+    assert all(value.shape == (1,) and value.dtype == torch.float16 for value in scales.values())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    found: dict[str, float] = {}
+    original = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for name, module in original.named_modules():
+        if name.endswith("q_proj"):
+            module.register_forward_pre_hook(lambda m, x, name=name: found.update({name: float(x[0].abs().max())}))
+    tokens = take_windows(Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(TEXT).ids, 4, 64)
+    with torch.no_grad():
+        original(tokens)
+        ids = torch.arange(48)[None] % original.config.vocab_size
+        wanted = theirs(ids).logits[0]
+    first = "model.layers.0.self_attn.q_proj"
+    assert float(scales[f"{first}.input_scale"]) == pytest.approx(found[first] / 448, rel=2**-11)
+    got = forward_window(load_model(open_checkpoint(tmp_path / "out"), "cpu"), ids)[0]
+    assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
+    with pytest.raises(ValueError, match="static_activations"):
+        Recipe(static_activations=True)
 
 
 @pytest.mark.parametrize("place", ["99.down", "0.dwon"])
@@ -607,10 +699,12 @@ def test_auto_stays_within_its_bits_and_its_record_makes_the_same_bytes(checkpoi
         Recipe(scheme="w8a8", bits=8.0)
 
 
-@pytest.mark.parametrize("bits", [0.0, 5.0])
-def test_a_killed_run_goes_on_and_writes_the_same_bytes(checkpoint: Path, tmp_path: Path, bits: float,
+@pytest.mark.parametrize("options", [
+    {}, {"bits": 5.0}, {"scheme": "fp8", "static_activations": True, "online_hadamard": True},
+], ids=str)
+def test_a_killed_run_goes_on_and_writes_the_same_bytes(checkpoint: Path, tmp_path: Path, options: dict,
                                                         monkeypatch: pytest.MonkeyPatch):
-    recipe = Recipe(samples=3, sequence_length=64, transform="smooth", group=32, bits=bits)
+    recipe = Recipe(samples=3, sequence_length=64, transform="smooth", group=32, **options)
     arguments = (recipe, "int8", checkpoint / "text.txt", "cpu")
     quantize_checkpoint(checkpoint, tmp_path / "whole", *arguments)
     layers: list[int] = []
@@ -705,10 +799,14 @@ def test_chunks_change_nothing_but_the_order_of_sums(checkpoint: Path, tmp_path:
     monkeypatch.setattr(run, "CHUNK", 128)  # 2 + 2 + 1 sequences
     some = quantize_checkpoint(checkpoint, tmp_path / "some", recipe, "int8", checkpoint / "text.txt", "cpu")
     assert some.errors == pytest.approx(one.errors, rel=0.05)
+    monkeypatch.setattr(calibrate, "KEPT", 0)  # inputs of down projections made again at every use
+    quantize_checkpoint(checkpoint, tmp_path / "again", recipe, "int8", checkpoint / "text.txt", "cpu")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "some" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
-def test_not_finite_is_refused_naming_the_layer(checkpoint: Path, tmp_path: Path, scheme: str):
+@pytest.mark.parametrize("options", [{"scheme": "w8a8"}, {}, {"scheme": "fp8", "method": "rtn", "static_activations": True}],
+                         ids=str)
+def test_not_finite_is_refused_naming_the_layer(checkpoint: Path, tmp_path: Path, options: dict):
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -716,8 +814,8 @@ def test_not_finite_is_refused_naming_the_layer(checkpoint: Path, tmp_path: Path
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.input_layernorm.weight"][3] = torch.inf
     save_file(tensors, str(broken / "model.safetensors"), metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj .*NaN or infinity"):
-        quantize_checkpoint(broken, tmp_path / "out", Recipe(scheme=scheme, samples=2, sequence_length=64, transform="none"),
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj.*NaN or infinity"):
+        quantize_checkpoint(broken, tmp_path / "out", Recipe(samples=2, sequence_length=64, transform="none", **options),
                             calibration=checkpoint / "text.txt", device="cpu")
     assert not (tmp_path / "out").exists()
 

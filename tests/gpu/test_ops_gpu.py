@@ -14,7 +14,8 @@ from ops_cases import attention_case, make_step, poisoned_cache  # noqa: E402
 
 from nybble.formats.numerics import quantize_rows  # noqa: E402
 from nybble.kernels import reference  # noqa: E402
-from nybble.kernels.types import LayerKV, Step, Turn  # noqa: E402
+from nybble.kernels.registry import Ops  # noqa: E402
+from nybble.kernels.types import LayerKV, Rows, Step, Turn  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 KINDS = ("bf16", "fp16", "int8", "int4", "fp8", "fp8_e5m2")
@@ -114,6 +115,21 @@ def test_a_row_s_bits_do_not_depend_on_the_batch(name: str, heads: int, kv_heads
         assert torch.equal(attend(q[tokens].contiguous(), kv, some), whole[tokens]), rows
 
 
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("window", [0, 150])
+def test_sharing_a_row_among_programs_moves_no_bit(name: str, window: int) -> None:
+    """Summed in registers or by `_combine`, in one group of splits or two, with and without a prefetch."""
+    from nybble.kernels.attention_triton import decode
+
+    for contexts in ([3, 770, 300, 2300], [17000, 100]):
+        q, kv, step = case(name, contexts, [1] * len(contexts), 8, 2, 128, 32)
+        outs = []
+        for programs, fetch in ((1, 0), (2, 1), (3, 0), (7, 2), (40, 1)):
+            outs.append(torch.full_like(q, float("nan")))
+            decode(q, kv, step, 0.1, window, outs[-1], programs=programs, fetch=fetch)
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
 @pytest.mark.parametrize("group", [1, 4])
 def test_many_rows_take_the_direct_path_with_the_same_bits(group: int) -> None:
     """400 rows x 12 heads are enough programs that one sums all splits of a row; alone, a row is shared and combined."""
@@ -162,41 +178,77 @@ def test_a_graph_replays_with_other_contexts() -> None:
 # ---- fused ops ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [80, 576, 4096, 5120, 13824])
-def test_rms_norm_and_row_independence(width: int) -> None:
-    from nybble.kernels.ops_triton import rms_norm
+@pytest.fixture(params=["triton", "hopper"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    from nybble.kernels import nvrtc, ops_triton
 
-    x, residual, weight = on_gpu(70, width), on_gpu(70, width, seed=1), on_gpu(width, seed=2)
-    x[3], residual[3] = 0, 0
-    wide = (x.float() + residual.float()).to(BF16).double()
-    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    rows, h = rms_norm(x, weight, 1e-5, residual, True)
-    assert torch.equal(h.double(), wide)
+    if request.param == "triton":
+        return ops_triton.OPS
+    if torch.cuda.get_device_capability()[0] != 9 or nvrtc.missing():
+        pytest.skip("needs a Hopper GPU and NVRTC")
+    from nybble.kernels import ops_hopper
+
+    return ops_hopper.OPS
+
+
+def is_rounded(rows: Rows, exact: torch.Tensor) -> None:
     step = exact.abs().amax(-1, keepdim=True) / 127
     assert ((rows.codes * rows.scale[:, None] - exact).abs() <= step * 0.502).all()
-    y, _ = rms_norm(x, weight, 1e-5, residual, False)
-    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
-    alone, _ = rms_norm(x[7:8], weight, 1e-5, residual[7:8], True)
-    assert torch.equal(alone.codes[0], rows.codes[7])
-    assert torch.equal(alone.scale[0], rows.scale[7])
+    assert (rows.codes.abs().amax(1) == 127).all()
 
 
-@pytest.mark.parametrize("width", [96, 1536, 13824])
-def test_silu_mul_and_quantize_rows(width: int) -> None:
-    from nybble.kernels.ops_triton import quantize_rows as kernel
-    from nybble.kernels.ops_triton import silu_mul
+def same_row(one: Rows, rows: Rows, row: int) -> None:
+    assert torch.equal(one.codes[0], rows.codes[row])
+    assert torch.equal(one.scale[0], rows.scale[row])
 
-    x = on_gpu(33, 2 * width) * 3
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("width", [80, 576, 4096, 5120, 8192, 13824])
+def test_rms_norm_and_row_independence(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    x, residual = on_gpu(33, width, dtype=dtype), on_gpu(33, width, seed=1, dtype=dtype)
+    weight = on_gpu(width, seed=2, dtype=dtype)
+    for other in (residual, None):
+        wide = (x if other is None else (x.float() + other.float()).to(dtype)).double()
+        exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        rows, h = ops.rms_norm(x, weight, 1e-5, other, True)
+        assert torch.equal(h.double(), wide)
+        is_rounded(rows, exact)
+        y, _ = ops.rms_norm(x, weight, 1e-5, other, False)
+        torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
+        same_row(ops.rms_norm(x[7:8], weight, 1e-5, None if other is None else other[7:8], True)[0], rows, 7)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("width", [96, 1536, 13824, 14336])
+def test_silu_mul_and_quantize_rows(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    x = on_gpu(33, 2 * width, dtype=dtype) * 3
     gate, up = x.double().chunk(2, -1)
     exact = gate / (1 + (-gate).exp()) * up
-    rows = silu_mul(x, True)
-    step = exact.abs().amax(-1, keepdim=True) / 127
-    assert ((rows.codes * rows.scale[:, None] - exact).abs() <= step * 0.502).all()
-    torch.testing.assert_close(silu_mul(x, False).double(), exact, rtol=2**-8, atol=1e-5)
+    rows = ops.silu_mul(x, True)
+    is_rounded(rows, exact)
+    same_row(ops.silu_mul(x[9:10], True), rows, 9)
+    torch.testing.assert_close(ops.silu_mul(x, False).double(), exact, rtol=2**-8, atol=1e-5)
+    x[3], x[4] = 0, (torch.arange(2 * width) % 255 - 127 + 0.5).to(dtype)  # nothing, and ties
     codes, scale = quantize_rows(x.cpu())
-    got = kernel(x)
+    got = ops.quantize_rows(x)
     assert torch.equal(got.codes.cpu(), codes)
     assert torch.equal(got.scale.cpu(), scale)
+
+
+@pytest.mark.parametrize(
+    ("width", "block"), [(96, 4), (96, 32), (2432, 128), (1536, 512), (13824, 512), (14336, 2048), (8192, 8192)]
+)
+def test_silu_mul_turned_by_hadamard_s_matrix(ops: Ops, width: int, block: int) -> None:
+    x = on_gpu(5, 2 * width) * 3
+    gate, up = x.double().chunk(2, -1)
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cuda")
+    while len(matrix) < block:  # Sylvester: [[H, H], [H, -H]]
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    exact = ((gate / (1 + (-gate).exp()) * up).view(5, -1, block) @ matrix / block**0.5).view(5, width)
+    rows = ops.silu_mul(x, True, block)
+    is_rounded(rows, exact)
+    same_row(ops.silu_mul(x[2:3], True, block), rows, 2)
+    torch.testing.assert_close(ops.silu_mul(x, False, block).double(), exact, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["fp32", *KINDS])

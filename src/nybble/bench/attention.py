@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nybble.bench.timing import interleave
 from nybble.kernels import attention_triton as at
-from nybble.kernels import ops_triton as ops
 from nybble.kernels import reference
 from nybble.kernels.attention_triton import Tiles
+from nybble.kernels.registry import ops_for
 from nybble.kernels.types import LayerKV, Step
 
 PEAK = 4.3e12
@@ -95,12 +95,13 @@ def make_step(rows: int, context: int, new: int, decode: bool) -> Step:
                 rows if decode else 0, 0 if decode else new, per * BLOCK, None)
 
 
-def sweep_tiles(sweep: bool) -> list[tuple[Tiles | None, int | None]]:
+def sweep_tiles(sweep: bool, context: int) -> list[tuple[Tiles | None, int | None]]:
+    """(tiles, programs that share a row)."""
     if not sweep:
         return [(None, None)]
-    return [(Tiles(tile, warps, stages, split), stride) for tile, warps, stages in
-            ((32, 1, 2), (32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3), (64, 2, 2), (16, 1, 4))
-            for split in (256, 512, 1024) for stride in (None, 4, 8)]
+    return [(tiles, programs) for tile, warps, stages in ((32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3))
+            for split, levels in ((64, 4), (128, 3), (128, 4), (256, 2)) for tiles in (Tiles(tile, warps, stages, split, levels),)
+            for programs in (None, at.split_count(context, tiles))]
 
 
 def bench_decode(some: int | None, sweep: bool, emit: Emit) -> None:
@@ -115,21 +116,21 @@ def bench_decode(some: int | None, sweep: bool, emit: Emit) -> None:
             size = cache_bytes(kv, rows * context)
             kvs = [kv, *(dataclasses.replace(kv, k=kv.k.clone(), v=kv.v.clone()) for _ in range(min(15, int(4e8 / size))))]
             want = reference.attention(q[:1].float(), kv, first, scale, 0)
-            for tiles, stride in sweep_tiles(sweep):
+            for tiles, programs in sweep_tiles(sweep, context):
                 out = torch.full_like(q, float("nan"))
-                call = lambda kv: at.decode(q, kv, step, scale, 0, out, tiles, stride)  # noqa: E731
+                call = lambda kv: at.decode(q, kv, step, scale, 0, out, tiles, programs)  # noqa: E731
                 try:
                     call(kv)
                 except (ValueError, RuntimeError) as problem:
-                    print(f"{name} {kind} {tiles} {stride}: {str(problem)[:100]}")
+                    print(f"{name} {kind} {tiles} {programs}: {str(problem)[:100]}")
                     continue
                 error = ((out[:1].float() - want).norm() / want.norm()).item()
                 timing = interleave({"": [lambda kv=kv: call(kv) for kv in kvs]})[""]
                 print(f"{name:15} {kind:5} {timing.us:8.1f} us {size / timing.us / 1e3:6.0f} GB/s {size / timing.us / 1e-6 / PEAK:6.1%}"
-                      f" err {error:.1e} {tiles or ''} {stride or ''}{'' if error < 1e-2 else '  WRONG'}", flush=True)
+                      f" err {error:.1e} {tiles or ''} {programs or ''}{'' if error < 1e-2 else '  WRONG'}", flush=True)
                 emit({"bench": "attention", "shape": name, "kv": kind, "us": timing.us, "us_min": timing.us_min,
                       "gb_s": size / timing.us / 1e3, "share_of_copy": size / timing.us / 1e-6 / PEAK, "relerr": error,
-                      "stride": stride, **(dataclasses.asdict(tiles) if tiles else {})})
+                      "programs": programs, **(dataclasses.asdict(tiles) if tiles else {})})
 
 
 def torch_attention(new: int, context: int, heads: int, kv_heads: int, dim: int) -> dict[str, list[Callable[[], Any]]]:
@@ -175,6 +176,7 @@ def bench_prompt(some: int | None, emit: Emit) -> None:
 
 
 def bench_fused(emit: Emit) -> None:
+    ops = ops_for(torch.device("cuda"))
     hidden, inner, dim = 5120, 13824, 128
     weight = random(hidden)
 
@@ -192,6 +194,7 @@ def bench_fused(emit: Emit) -> None:
         report("quantize_rows", rows, rows * hidden * 3, [lambda a=a: ops.quantize_rows(a) for a, _ in xs])
         xs = [random(rows, 2 * inner) for _ in copies(5 * inner)]
         report("silu_mul+int8", rows, rows * inner * 5, [lambda a=a: ops.silu_mul(a, True) for a in xs])
+        report("silu_mul+hadamard512+int8", rows, rows * inner * 5, [lambda a=a: ops.silu_mul(a, True, 512) for a in xs])
         report("silu_mul", rows, rows * inner * 6, [lambda a=a: ops.silu_mul(a, False) for a in xs])
         for heads, kv_heads in ((40, 40), (32, 8)):
             blocks = -(-rows // BLOCK) + 1

@@ -28,7 +28,7 @@ from nybble.bench.plot import Point, roofline_svg
 from nybble.bench.timing import Call, Timing, copies_beyond_cache, interleave
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import SCHEMES
-from nybble.kernels import linear_hopper, linear_triton
+from nybble.kernels import linear_hopper, linear_hopper_w4a16, linear_hopper_w8, linear_triton
 from nybble.kernels.linear_triton import Row, Tile
 from nybble.kernels.registry import LinearKernel, LinearShape, linear_kernels
 from nybble.kernels.types import Rows
@@ -72,7 +72,8 @@ def floor_us(scheme: str, n: int, k: int, tokens: int, machine: Machine = H200) 
 
 def kernels_for(shape: LinearShape) -> list[LinearKernel]:
     """Every GPU kernel that accepts, the registry's order first, the torch reference left out."""
-    every = [kernel for family in FAMILIES.values() for kernel in family.KERNELS]
+    families = (*FAMILIES.values(), linear_hopper_w8, linear_hopper_w4a16)
+    every = [kernel for family in families for kernel in family.KERNELS]
     known = [kernel for kernel in linear_kernels(shape.device) if kernel in every]
     preferred = known + [kernel for kernel in every if kernel not in known]
     return [kernel for kernel in preferred if kernel.accepts(shape) is None]
@@ -324,9 +325,9 @@ def _append(path: str | None, records: Sequence[dict[str, Any]]) -> None:
 # ---- the sweep ----------------------------------------------------------------------------------------------------
 
 
-def tiles_to_try(family: str, kind: str, m: int) -> Iterator[Any]:
+def tiles_to_try(family: str, kind: str, m: int, n: int) -> Iterator[Any]:
     """Every tile that could be good for `m` tokens: register and shared-memory limits of sm_90, small search elsewhere."""
-    yield from _hopper_tiles(m) if family == "hopper" else _triton_tiles(kind, m)
+    yield from dict.fromkeys(_hopper_tiles(m, n)) if family == "hopper" else _triton_tiles(kind, m)
 
 
 def _triton_tiles(kind: str, m: int) -> Iterator[Tile]:
@@ -347,21 +348,25 @@ def _triton_tiles(kind: str, m: int) -> Iterator[Tile]:
             yield Tile(bn, bm, bk, split, stage, warps, order)
 
 
-def _hopper_tiles(m: int) -> Iterator[linear_hopper.Tile]:
+def _hopper_tiles(m: int, n: int) -> Iterator[linear_hopper.Tile]:
     """Few tokens: shares of the channels, and programs small enough that the next kernel's start early. Many: whole
-    processors, walking over tiles or taking equal shares."""
-    tokens = [t for t in (8, 16, 24, 32, 48, 64, 80, 96, 128) if t >= min(m, 128)][:1] + ([64, 80, 96] if 64 < m <= 256 else [])
-    tile = linear_hopper.Tile
-    for t in tokens:
-        if t <= 64:
-            shares = itertools.product((False, True) if t <= 32 else (False,), (1, 2, 3, 4, 6, 8), (1, 2, 3))
-            yield from (tile(t, 1, warp, k, resident) for warp, k, resident in shares if resident < 3 or t <= 32)
-        if t >= 48:
-            for rows in (1, 2):
-                yield from (tile(t, rows, False, k) for k in ((1, 2, 3, 4) if m <= 512 else (1,)))
-                for order in (8,) if m <= 256 else (4, 16):
-                    yield tile(t, rows, waves=1, order=order)
-                    yield tile(t, rows, waves=1, order=order, stream=True)
+    processors, walking over tiles, what fills no round of them in shares."""
+    tile, count = linear_hopper.Tile, linear_hopper.processors(0)
+    for t in (8, 16, 24, 32, 48, 64, 80, 96, 128):
+        if -(-m // t) * t > max(1.25 * m, 8 if m < 8 else m + 15) or m > 16 * t:
+            continue
+        for warp in (False, True) if t <= 32 else (False,):
+            if t <= 96:
+                yield from (tile(t, 1, warp, k, 2) for k in (1, 2, 3, 4))
+                yield from (tile(t, 1, warp, k, 2, memory=True) for k in (2, 3, 4, 6))
+                yield from (tile(t, 1, warp, 1, 2, stream=True, waves=waves) for waves in (1, 2))
+        for rows in (1, 2) if t >= 48 else ():
+            tiles = -(-n // (128 * rows)) * -(-m // t)
+            yield from (tile(t, rows, False, k) for k in ((1, 2, 4) if m <= 256 else (1,)))
+            yield from (tile(t, rows, False, k, memory=True) for k in range(2, 1 + count // tiles))
+            for order, lag in ((4, 0), (4, 2), (12, 2)) if m > 256 else ((8, 0),):
+                yield tile(t, rows, waves=1, order=order, lag=lag)
+                yield tile(t, rows, waves=1, order=order, lag=lag, stream=True)
 
 
 def _family_kernel(family: str, scheme: str, n: int, k: int) -> tuple[LinearKernel, LinearShape]:
@@ -395,8 +400,11 @@ def sweep(
 ) -> None:
     """The fastest tiles per shape and batch, and the rows for `TILES`. Tiles compile in parallel before anything is timed."""
     device, deadline = torch.device("cuda"), time.monotonic() + budget_s
-    candidates = {(scheme, m): list(tiles_to_try(family, SWEPT[scheme], m)) for scheme in schemes for m in tokens}
-    wanted = {(scheme, tile) for (scheme, _), tiles in candidates.items() for tile in tiles}
+    candidates = {
+        (scheme, m, n): list(tiles_to_try(family, SWEPT[scheme], m, n))
+        for scheme, m, (_, n, _) in itertools.product(schemes, tokens, MODELS[model])
+    }
+    wanted = {(scheme, tile) for (scheme, *_), tiles in candidates.items() for tile in tiles}
     usable = _compile_all(family, wanted, deadline - 0.4 * budget_s, report)
     best: dict[tuple[str, int, int, int], Any] = {}
     for scheme, (layer, n, k) in itertools.product(schemes, MODELS[model]):
@@ -413,7 +421,7 @@ def sweep(
                 report("budget spent")
                 break
             x = random_input(scheme, m, k, device)
-            found = _sweep_one(kernel, copies, x, [t for t in candidates[scheme, m] if (scheme, t) in usable], deadline)
+            found = _sweep_one(kernel, copies, x, [t for t in candidates[scheme, m, n] if (scheme, t) in usable], deadline)
             if not found:
                 continue
             error = relative_error(kernel, replace(packed, tile=found[0][1]), weight, x)

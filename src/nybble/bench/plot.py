@@ -1,6 +1,6 @@
-"""Plots as SVG text, written by hand: lines over linear or logarithmic axes, and the roofline. No plotting library, no files.
+"""Plots as SVG: lines over linear or logarithmic axes, and the roofline. No plotting library.
 
-The one idea: a chart is data (`Chart`), and one function draws any number of them side by side.
+The one idea: a chart is data (`Chart`), here is where its points go, and the template `chart.svg` draws any number of them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import NamedTuple
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 320, 66, 18, 34, 48  # of one chart, in pixels
 TINY = 1e-290  # below this a logarithm's power of ten is no number any more
@@ -72,20 +74,12 @@ def roofline_svg(points: Sequence[Point], bandwidth: float, peaks: Mapping[str, 
 
 def chart_svg(charts: Sequence[Chart], title: str, columns: int = 2, scale: float = 1.0) -> str:
     """One SVG document with the charts in rows of `columns`."""
-    columns = min(columns, len(charts))
-    head = 30 if title else 0
-    width, height = columns * WIDTH, head + -(-len(charts) // columns) * HEIGHT
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width * scale:.0f}" '
-        f'height="{height * scale:.0f}" font-family="sans-serif" font-size="11" fill="#1f2937">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
-    if title:
-        parts.append(f'<text x="{width / 2}" y="20" text-anchor="middle" font-size="14">{escape(title)}</text>')
-    for number, chart in enumerate(charts):
-        x, y = number % columns * WIDTH, head + number // columns * HEIGHT
-        parts += [f'<g transform="translate({x},{y})">', *_draw(chart), "</g>"]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    columns, head = min(columns, len(charts)), 30 if title else 0
+    places = ((n % columns * WIDTH, head + n // columns * HEIGHT) for n in range(len(charts)))
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((files("nybble.bench") / "chart.svg").read_text(encoding="utf-8"))
+    return template.render(width=columns * WIDTH, height=head + -(-len(charts) // columns) * HEIGHT, scale=scale, title=title,
+                           panels=[(*place, _panel(chart)) for place, chart in zip(places, charts)])
 
 
 class Axis(NamedTuple):
@@ -132,41 +126,24 @@ def _number(value: float) -> str:
     return f"{value:g}"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'
-
-
-def _dot(x: float, y: float, color: str, hint: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.7" fill="{color}"><title>{escape(hint)}</title></circle>'
-
-
-def _draw(chart: Chart) -> list[str]:
+def _panel(chart: Chart) -> dict[str, Any]:
+    """What the template draws of a chart: everything at its pixel."""
     dots = chart.dots or {}
     everything = [p for line in chart.series.values() for p in line] + [d[:2] for row in dots.values() for d in row]
-    x = _axis([p[0] for p in everything], chart.log_x, LEFT, WIDTH - RIGHT)
-    y = _axis([p[1] for p in everything], chart.log_y, HEIGHT - BOTTOM, TOP)
-    middle, bottom = (LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM
+    left, right, bottom = LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM
+    x = _axis([p[0] for p in everything], chart.log_x, left, right)
+    y = _axis([p[1] for p in everything], chart.log_y, bottom, TOP)
     shown = lambda p: all(math.isfinite(v) and (v > TINY or not axis.log) for v, axis in zip(p, (x, y)))  # noqa: E731
-    out = [_text(middle, 18, chart.title, extra=' font-weight="bold"'), _text(middle, HEIGHT - 14, chart.x_label)]
-    out.append(_text(0, 0, chart.y_label, extra=f' transform="translate(14,{(TOP + bottom) / 2}) rotate(-90)"'))
-    for value in x.ticks():
-        line = f'<path d="M{x(value):.1f} {TOP}V{bottom}" stroke="#e5e7eb"/>'
-        out.append(line + _text(x(value), bottom + 15, _number(value)))
-    for value in y.ticks():
-        line = f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="#e5e7eb"/>'
-        out.append(line + _text(LEFT - 6, y(value) + 4, _number(value), "end"))
-    names = [*chart.series, *dots]
-    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    for name, line in chart.series.items():
-        kept = [p for p in line if shown(p)]
-        if kept:
-            path = "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in kept)
-            out.append(f'<path d="M{path}" fill="none" stroke="{colors[name]}" stroke-width="1.8"/>')
-        if chart.marks:
-            out += [_dot(x(a), y(b), colors[name], f"{_number(a)}: {_number(b)}") for a, b in kept]
-    for name, row in dots.items():
-        out += [_dot(x(a), y(b), colors[name], hint) for a, b, hint in row if shown((a, b))]
-    for row, name in enumerate(name for name in names if name):
-        key = f'<rect x="{LEFT + 8}" y="{TOP + 6 + 14 * row}" width="9" height="9" fill="{colors[name]}"/>'
-        out.append(key + _text(LEFT + 21, TOP + 14 + 14 * row, name, "start"))
-    return out
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate([*chart.series, *dots])}
+    lines = {name: kept for name, line in chart.series.items() if (kept := [p for p in line if shown(p)])}
+    marked = {name: [(a, b, f"{_number(a)}: {_number(b)}") for a, b in line] for name, line in lines.items() if chart.marks}
+    marked |= {name: marked.get(name, []) + [d for d in row if shown(d[:2])] for name, row in dots.items()}
+    return {
+        "chart": chart, "left": left, "right": right, "top": TOP, "bottom": bottom,
+        "middle": (left + right) / 2, "center": (TOP + bottom) / 2,
+        "x_ticks": [(x(value), _number(value)) for value in x.ticks()],
+        "y_ticks": [(y(value), _number(value)) for value in y.ticks()],
+        "lines": [(colors[name], [(x(a), y(b)) for a, b in line]) for name, line in lines.items()],
+        "marks": [(x(a), y(b), colors[name], hint) for name, row in marked.items() for a, b, hint in row],
+        "legend": [(name, color) for name, color in colors.items() if name],
+    }

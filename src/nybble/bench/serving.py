@@ -1,8 +1,6 @@
 """Latency and throughput of a server as clients see them: of any that speaks OpenAI's streaming /v1/completions.
 
-Not an HTTP library: one small asyncio protocol over raw sockets, so that ten thousand events a second fit on a core.
-The one idea: record when each chunk arrived and what the server says it generated, decide nothing while the load runs; every
-figure is computed afterwards from the records, and a request that failed is a record like any other.
+The one idea: while the load runs only record (`wire`), decide nothing; every figure is computed afterwards from the records.
 
 What is counted: tokens as the server's `usage` says, never chunks. Latencies from the moment a request is sent (connecting
 included). TTFT: to the first chunk. TPOT: (last chunk - first chunk) / (tokens - 1), per request. ITL: the gap between two
@@ -22,18 +20,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from cyclopts import Parameter
 
 from nybble.bench.offline import lengths
 from nybble.bench.plot import Chart, chart_svg
+from nybble.bench.wire import Outcome, Request, Target
 from nybble.text import load_tokenizer
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -42,7 +40,6 @@ QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
 INPUT_COLUMNS = ("prompt_tokens", "num_prefill_tokens", "ContextTokens", "Request tokens", "input_length", "input_tokens")
 OUTPUT_COLUMNS = ("output_tokens", "num_decode_tokens", "GeneratedTokens", "Response tokens", "output_length")
 TIME_COLUMNS = ("arrived_at", "TIMESTAMP", "Timestamp", "timestamp", "arrival_s")
-DECODE_COUNTERS = ("nybble_decode_steps_total", "nybble_decode_wall_seconds_total", "nybble_decode_busy_seconds_total")
 # Short words that common tokenizers give one token each: text prompts of about so many tokens.
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they", "at", "be")
 
@@ -66,252 +63,6 @@ class Load(NamedTuple):
         if self.concurrency:
             return f"concurrency {self.concurrency}"
         return "trace" if self.rate is None else f"{self.rate:g} requests/s"
-
-
-@dataclass(eq=False)
-class Outcome:
-    """What became of one request. Times in seconds of `time.perf_counter`; error: None when the whole answer came."""
-
-    wanted_tokens: int
-    sent_s: float = 0.0
-    late_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        return self.arrivals_s[0] - self.sent_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.arrivals_s[-1] - self.sent_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """None where one chunk brought all: its time is in the TTFT."""
-        if len(self.arrivals_s) < 2 or self.output_tokens < 2:
-            return None
-        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
-
-
-# ---- one request over one connection ----------------------------------------------------------------------------------
-
-
-class Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: Details | None = None
-
-
-class Choice(msgspec.Struct):
-    text: str | None = None
-    finish_reason: str | None = None
-
-
-class Event(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Any = None
-
-
-decode_event = msgspec.json.Decoder(Event).decode
-
-
-class Exchange(asyncio.Protocol):
-    """One HTTP/1.1 request and its answer, plain or as server-sent events, on a connection of its own.
-
-    done: set when the answer is complete or the connection is lost. body: of an answer that is no event stream.
-    """
-
-    def __init__(self, request: bytes, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._request, self._clock = request, clock
-        self._raw, self.body = bytearray(), bytearray()
-        self._chunked, self._left, self._is_stream, self._complete = False, None, False, False
-        self.status, self.finished, self.error = 0, False, None
-        self.arrivals_s: list[float] = []
-        self.usage: Usage | None = None
-        self._last_is_empty = False
-        self.done: asyncio.Future[None] | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
-        self.done = asyncio.get_running_loop().create_future()
-        transport.write(self._request)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._left is None and not self._chunked and self.status:  # such an answer ends with its connection
-            self._complete = True
-        if not self._complete:
-            self.error = self.error or f"the connection was lost: {error or 'closed before the answer was complete'}"
-        self._end()
-
-    def _end(self) -> None:
-        if self.done is not None and not self.done.done():
-            self.done.set_result(None)
-
-    def data_received(self, data: bytes) -> None:
-        now = self._clock()
-        self._raw += data
-        if not self.status and not self._head():
-            return
-        self._unframe()
-        if self._is_stream:
-            self._events(now)
-        if self._complete:
-            self.transport.close()
-            self._end()
-
-    def _head(self) -> bool:
-        end = self._raw.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        first, *lines = self._raw[:end].decode("latin-1").split("\r\n")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self.status = int(first.split()[1])
-        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        if "content-length" in headers:
-            self._left = int(headers["content-length"])
-        self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        del self._raw[: end + 4]
-        return True
-
-    def _unframe(self) -> None:
-        raw = self._raw
-        if not self._chunked:
-            self.body += raw
-            if self._left is not None:
-                self._left -= len(raw)
-                self._complete = self._left <= 0
-            raw.clear()
-            return
-        at = 0
-        while (end := raw.find(b"\r\n", at)) >= 0:
-            size = int(raw[at:end].partition(b";")[0], 16)
-            if not size:
-                self._complete = True
-                break
-            if len(raw) < end + size + 4:
-                break
-            self.body += raw[end + 2 : end + 2 + size]
-            at = end + size + 4
-        del raw[:at]
-
-    def _events(self, now: float) -> None:
-        body, at = self.body, 0
-        while (end := body.find(b"\n", at)) >= 0:
-            if body.startswith(b"data:", at):
-                self._event(body[at + 5 : end].strip(), now)
-            at = end + 1
-        del body[:at]
-
-    def _event(self, payload: bytearray, now: float) -> None:
-        if payload == b"[DONE]":
-            self.finished = True
-            return
-        try:
-            event = decode_event(payload)
-        except msgspec.MsgspecError as error:
-            self.error = self.error or f"an event that is not a completion chunk: {error}"
-            return
-        if event.error is not None:
-            self.error = self.error or f"error event: {_message({'error': event.error})}"
-        if event.choices:
-            self.arrivals_s.append(now)
-            self._last_is_empty = not event.choices[0].text
-            self.finished = self.finished or event.choices[0].finish_reason is not None  # not every server adds [DONE]
-        if event.usage is not None:
-            self.usage = event.usage
-
-    def close_record(self, outcome: Outcome) -> None:
-        """Write what was seen into the outcome."""
-        if self.status and self.status != 200:
-            outcome.error = f"HTTP {self.status}: {_message(self.body)}"
-        elif self.error is not None:
-            outcome.error = self.error
-        elif not self.finished:
-            outcome.error = "the stream ended before the answer did (no finish_reason, no [DONE])"
-        elif self.usage is None:
-            outcome.error = "the server sent no usage, so its tokens cannot be counted (stream_options.include_usage)"
-        elif not self.arrivals_s:
-            outcome.error = "the server generated nothing"
-        else:
-            outcome.input_tokens, outcome.output_tokens = self.usage.prompt_tokens, self.usage.completion_tokens
-            details = self.usage.prompt_tokens_details
-            outcome.cached_tokens = (details and details.cached_tokens) or 0
-            if self._last_is_empty and len(self.arrivals_s) > self.usage.completion_tokens:
-                self.arrivals_s.pop()  # brought the reason to end and no token
-        outcome.arrivals_s = self.arrivals_s
-
-
-def _message(body: Any) -> str:
-    """The text of an error in OpenAI's shape, or what there is."""
-    try:
-        found = msgspec.json.decode(body) if isinstance(body, bytearray) else body
-        error = found.get("error", found)
-        return str(error.get("message") or error.get("detail") or error if isinstance(error, dict) else error)[:200]
-    except (msgspec.DecodeError, AttributeError):
-        return bytes(body)[:200].decode("utf-8", "replace") if isinstance(body, bytearray) else str(body)[:200]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A server. url: with or without the trailing /v1."""
-
-    url: str
-    model: str = ""
-    api_key: str | None = None
-
-    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        parts = urlsplit(self.url)
-        base = parts.path.rstrip("/").removesuffix("/v1")
-        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
-        return (
-            f"{method} {base}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{key}Content-Type: application/json\r\n"
-            f"Accept: text/event-stream, application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        ).encode() + body
-
-    async def exchange(self, request: bytes, timeout_s: float) -> Exchange:
-        """Raises TimeoutError, OSError."""
-        parts, secure = urlsplit(self.url), self.url.startswith("https")
-        exchange = Exchange(request)
-        async with asyncio.timeout(timeout_s):
-            await asyncio.get_running_loop().create_connection(
-                lambda: exchange, parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None
-            )
-            try:
-                await exchange.done
-            finally:
-                exchange.transport.abort()
-        return exchange
-
-    async def described(self) -> dict[str, Any]:
-        """The first model of /v1/models, as the server tells it. Raises ValueError."""
-        try:
-            answer = await self.exchange(self.request("GET", "/v1/models"), 30.0)
-        except (OSError, TimeoutError) as error:
-            raise ValueError(f"no server answers at {self.url}: {error or 'timeout'}") from None
-        if answer.status != 200:
-            raise ValueError(f"{self.url}/v1/models: HTTP {answer.status}: {_message(answer.body)}")
-        return msgspec.json.decode(answer.body)["data"][0]
-
-
-    async def decode_counters(self) -> tuple[float, float, float]:
-        """(steps, wall seconds, busy seconds) of decoding so far, as our own server counts them; zeros of any other server."""
-        found = dict.fromkeys(DECODE_COUNTERS, 0.0)
-        with suppress(OSError, TimeoutError):
-            answer = await self.exchange(self.request("GET", "/metrics"), 30.0)
-            for line in answer.body.decode("utf-8", "replace").splitlines():
-                name, _, value = line.partition(" ")
-                if name in found:
-                    found[name] = float(value)
-        return tuple(found.values())
 
 
 # ---- what to send ------------------------------------------------------------------------------------------------------
@@ -370,7 +121,7 @@ def arrivals(count: int, rate: float, burstiness: float, rng: random.Random) -> 
     return out
 
 
-def prepare(sizes: Iterable[Size], target: Target, wish: Options, what: str) -> list[bytes]:
+def prepare(sizes: Iterable[Size], target: Target, wish: Options, what: str) -> list[Request]:
     """The requests as they go over the wire, with prompts that only this seed and `what` draw: no prefix cache knows them."""
     vocabulary = wish.ids()
     rng, out = random.Random(f"{wish.seed} {what}"), []
@@ -398,7 +149,7 @@ class Run:
     loop_lag_s: list[float] = field(default_factory=list)
 
 
-async def drive(target: Target, requests: Sequence[bytes], sizes: Sequence[Size], load: Load, due: Sequence[float] | None,
+async def drive(target: Target, requests: Sequence[Request], sizes: Sequence[Size], load: Load, due: Sequence[float] | None,
                 timeout_s: float = 600.0) -> Run:
     """Send every request and wait for every end. due: seconds from now, None for a closed loop."""
     run = Run([Outcome(size.output_tokens) for size in sizes])
@@ -551,46 +302,59 @@ def plot(results: Sequence[tuple[Load, dict[str, Any], dict[str, np.ndarray]]], 
 # ---- the command -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+def about(text: str) -> Parameter:
+    """What `--help` says of an option."""
+    return Parameter(help=" ".join(text.split()))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure. url: a running server; else `model` (a checkpoint, or with dummy a shape) is served for the run.
-    concurrency, rate: comma-separated; neither, with a trace: its own times, divided by `speed`. scheme, kv: of the server
-    started here, else labels. vocabulary: ids that prompts are drawn from. warmup: requests before the figures (None: as many
-    as run at once). results: gets a JSON line per load. plot: an SVG. Raises ValueError for a wish that cannot be met.
-    """
+    """What to measure, as the command line has it."""
 
-    url: str | None = None
-    model: str | None = None
-    model_name: str | None = None
-    api_key: str | None = None
-    requests: int = 1000
-    concurrency: str | None = None
-    rate: str | None = None
-    burstiness: float = 1.0
-    trace: Path | None = None
-    speed: float = 1.0
-    lengths: Path | None = None
-    columns: str | None = None
-    shortest: int = 4
-    longest: int = 1024
-    input_mean: float = 248
-    output_mean: float = 240
-    text: bool = False
-    vocabulary: int | None = None
-    ignore_eos: bool = True
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
-    warmup: int | None = None
-    timeout: float = 600.0
-    seed: int = 0
-    dummy: bool = False
-    scheme: str | None = None
-    kv: str | None = None
-    device: str = "auto"
-    results: Path | None = None
-    plot: Path | None = None
+    model: Annotated[str | None, about(
+        """Serve this for the run: a checkpoint, or with --dummy a shape (llama-2-13b, llama-3-8b,
+        llama-3-70b).""")] = field(default=None, kw_only=False)
+    url: Annotated[str | None, about("Or measure the server that runs here.")] = None
+    model_name: Annotated[str | None, about("What the server calls its model; default: the first of /v1/models.")] = None
+    api_key: Annotated[str | None, about('Sent as "Authorization: Bearer KEY"; default: OPENAI_API_KEY.')] = None
+    requests: Annotated[int, about("How many, for each load.")] = 1000
+    concurrency: Annotated[str | None, about(
+        "Closed loop: so many requests at once; several with commas make a sweep. Default: 128.")] = None
+    rate: Annotated[str | None, about(
+        "Open loop: so many requests a second whatever the server does; several with commas make a sweep.")] = None
+    burstiness: Annotated[float, about(
+        "Shape of the gamma-distributed gaps of --rate: 1 is Poisson, below 1 is burstier.")] = 1.0
+    trace: Annotated[Path | None, about(
+        "CSV with a column of times: its requests, sent when it says (or under --rate or --concurrency).")] = None
+    speed: Annotated[float, about("Replay the trace so many times faster.")] = 1.0
+    lengths: Annotated[Path | None, about(
+        "CSV of input and output tokens to draw lengths from; default: log-normal with the means below.")] = None
+    columns: Annotated[str | None, about(
+        "The CSV's columns as INPUT,OUTPUT or INPUT,OUTPUT,TIME, where their names are not known ones.")] = None
+    shortest: Annotated[int, about("Fewest tokens of a prompt or answer; rows with fewer are left out.")] = 4
+    longest: Annotated[int, about("Most tokens of a prompt or answer; rows with more are left out.")] = 1024
+    input_mean: Annotated[float, about("Mean prompt length.")] = 248
+    output_mean: Annotated[float, about("Mean answer length.")] = 240
+    text: Annotated[bool, about("Prompts of plain words in place of token ids, for servers that take no ids.")] = False
+    vocabulary: Annotated[int | None, about(
+        "Prompts are drawn from this many ids; default: as MODEL's tokenizer has, with --url or --dummy 32000.")] = None
+    ignore_eos: Annotated[bool, about(
+        "Ask for answers of exactly the wanted length (an extension that OpenAI itself refuses).")] = True
+    slo_ttft_ms: Annotated[float | None, about("For goodput: the first token within this.")] = None
+    slo_tpot_ms: Annotated[float | None, about("For goodput: the mean time per further token within this.")] = None
+    warmup: Annotated[int | None, about("Requests before the measurement; default: the highest concurrency.")] = None
+    timeout: Annotated[float, about("Seconds after which a request counts as failed.")] = 600.0
+    seed: Annotated[int, about("Of lengths, prompts and arrivals.")] = 0
+    dummy: Annotated[bool, about("Serve random weights of that shape, made on the device.")] = False
+    scheme: Annotated[str | None, about("With --dummy the scheme of the weights, else a label for the results.")] = None
+    kv: Annotated[str | None, about("KV cache type of the server started here, else a label for the results.")] = None
+    device: Annotated[str, about("auto, cpu, cuda, cuda:N.")] = "auto"
+    results: Annotated[Path | None, about("Append one JSON line per load here.")] = None
+    plot: Annotated[Path | None, about("Write an SVG here.")] = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError for a wish that cannot be met."""
         for wrong, reason in (
             ((self.url is None) == (self.model is None), "wants a running server's --url, or a model to serve: one of the two"),
             (self.url is not None and not self.url.startswith(("http://", "https://")), f"--url {self.url}: wants http://HOST:PORT"),
@@ -603,18 +367,16 @@ class Options:
                 raise ValueError(reason)
 
     def loads(self) -> list[Load]:
+        if self.concurrency is None and self.rate is None and self.trace is not None:
+            return [Load()]
+        given, kind = (self.concurrency or "128", int) if self.rate is None else (self.rate, float)
         try:
-            if self.rate is not None:
-                loads = [Load(rate=float(part)) for part in self.rate.split(",")]
-            elif self.concurrency is None and self.trace is not None:
-                return [Load()]
-            else:
-                loads = [Load(concurrency=int(part)) for part in (self.concurrency or "128").split(",")]
+            numbers = [kind(part) for part in given.split(",")]
         except ValueError:
-            raise ValueError(f"{self.concurrency or self.rate!r}: wants a number, or several with commas between") from None
-        if any((load.concurrency or load.rate or 0) <= 0 for load in loads):
-            raise ValueError(f"{self.concurrency or self.rate!r}: wants numbers above 0")
-        return loads
+            raise ValueError(f"{given!r}: wants a number, or several with commas between") from None
+        if min(numbers) <= 0:
+            raise ValueError(f"{given!r}: wants numbers above 0")
+        return [Load(concurrency=n) if self.rate is None else Load(rate=n) for n in numbers]
 
     def sizes(self, report: Callable[[str], object]) -> list[Size]:
         path, count, limits = self.trace or self.lengths, self.requests, (self.shortest, self.longest)
@@ -643,12 +405,15 @@ class Options:
         return min(known, json.loads(config.read_text()).get("vocab_size", known)) if config.is_file() else known
 
 
-def run(report: Callable[[str], object] = print, **options: Any) -> list[dict[str, Any]]:
-    """Measure a server under each load and return one record per load. options: of `Options`, which says what is wrong.
+def command(wish: Options = Options()) -> None:  # noqa: B008
+    """Latency and throughput of a running server, or of one started for the run, as its clients see it."""
+    run(wish)
 
-    Raises RuntimeError when no request of any load succeeded, after the records were written.
-    """
-    wish = Options(**options)
+
+def run(wish: Options, report: Callable[[str], object] = print) -> list[dict[str, Any]]:
+    """Measure a server under each load and return one record per load. Raises ValueError for a wish that cannot be met,
+    RuntimeError when no request of any load succeeded, after the records were written."""
+    wish.check()
     loads, sizes = wish.loads(), wish.sizes(report)
     for path in (wish.results, wish.plot):
         if path is not None:
@@ -663,10 +428,10 @@ def run(report: Callable[[str], object] = print, **options: Any) -> list[dict[st
         return asyncio.run(_measure(wish, address, loads, sizes, report))
 
 
-def _all_failed(wish: Options, url: str, what: str, errors: Sequence[str]) -> RuntimeError:
-    """errors: the reason of each request."""
-    reason, count = Counter(errors).most_common(1)[0]
-    share = "" if count == len(errors) else f" ({count} of {len(errors)} times)"
+def _all_failed(wish: Options, url: str, what: str, errors: Counter[str]) -> RuntimeError:
+    """errors: how many requests failed for each reason."""
+    [(reason, count)] = errors.most_common(1)
+    share = "" if count == errors.total() else f" ({count} of {errors.total()} times)"
     cure = _cure(wish, [reason])
     return RuntimeError(f"{url}: every {what} failed: {reason}{share}{cure and f'. {cure}'}")
 
@@ -692,10 +457,10 @@ async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size]
     if first:
         first = [size._replace(output_tokens=min(size.output_tokens, 16)) for size in first]
         warm = await drive(target, prepare(first, target, wish, "warm-up"), first, Load(most), None, wish.timeout)
-        failed = [one.error for one in warm.outcomes if one.error is not None]
-        if len(failed) == len(first):
+        failed = Counter(one.error for one in warm.outcomes if one.error is not None)
+        if failed.total() == len(first):
             raise _all_failed(wish, url, "warm-up request", failed)
-        report(f"warm-up: {len(first)} requests, {len(failed)} failed, {warm.seconds:.1f} s (not in the figures)")
+        report(f"warm-up: {len(first)} requests, {failed.total()} failed, {warm.seconds:.1f} s (not in the figures)")
     records, kept = [], []
     for load in loads:
         wire, due = prepare(sizes, target, wish, str(load)), None
@@ -728,7 +493,7 @@ async def _measure(wish: Options, url: str, loads: list[Load], sizes: list[Size]
     if len(records) > 1:
         report(_overview(loads, records))
     if all(record["failed"] == record["requests"] for record in records):
-        raise _all_failed(wish, url, "request", list(Counter(records[0]["errors"]).elements()))
+        raise _all_failed(wish, url, "request", Counter(records[0]["errors"]))
     if wish.plot is not None:
         wish.plot.write_text(plot(kept, f"{target.model} served by {about.get('owned_by') or url}"), encoding="utf-8")
         report(f"plot: {wish.plot}")

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nybble.engine.config import EngineConfig, ProcessConfig
-from nybble.serve.launch import listen, run, serve
+from nybble.engine.config import ProcessConfig
+from nybble.serve.launch import listen, process_config, run, serve
 from nybble.text import load_tokenizer
 
 
@@ -80,10 +80,8 @@ def main(options: dict[str, Any]) -> None:
         return serve(options["model"], port=0, engine=options["engine"], progress=say)
     from nybble.models.shapes import shape
 
-    engine = dict(options["engine"])
-    kv, device = engine.pop("kv"), engine.pop("device")
-    config = EngineConfig(kv=None if kv == "auto" else kv, scheme=options["scheme"], **engine)
-    process = ProcessConfig(model=options["model"], device=device, engine=config, factory="nybble.bench.spawn:dummy_engine")
+    process = process_config(options["model"], scheme=options["scheme"], factory="nybble.bench.spawn:dummy_engine",
+                             **options["engine"])
     with tempfile.TemporaryDirectory() as folder:
         made_up_tokenizer(Path(folder), shape(options["model"]).vocab_size)
         asyncio.run(run(process, load_tokenizer(folder), listen("127.0.0.1", 0), progress=say))

@@ -6,11 +6,11 @@ what nobody asked for is known at the end: `unread`.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from nybble.checkpoint import foreign
-from nybble.checkpoint.compressed import on_integer_grid, read_compressed
-from nybble.checkpoint.gguf import GGUFStore
+from nybble.checkpoint.compressed import TURNED, on_integer_grid, read_compressed
+from nybble.checkpoint.gguf import open_gguf
 from nybble.checkpoint.kv import FNUZ_FACTORS, Scale, kv_of_config, pair, read_scales, role_of
-from nybble.checkpoint.reading import AnyStore, LinearSource, Reading, with_int8_activations
-from nybble.checkpoint.store import Store
+from nybble.checkpoint.reading import LinearSource, Reading, with_int8_activations
+from nybble.checkpoint.store import Store, open_safetensors
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, PER_TOKEN_INT8, SCHEMES, Spec, describe
-from nybble.text.errors import BrokenFile, held
+from nybble.text.errors import held, read_json
 from nybble.text.gguf import find_gguf
 
-READERS: dict[str, Callable[[AnyStore, dict[str, Any]], Reading]] = {
+READERS: dict[str, Callable[[Store, dict[str, Any]], Reading]] = {
     "compressed-tensors": read_compressed,
     "qqq": foreign.read_qqq,
     "awq": foreign.read_awq,
@@ -47,7 +47,7 @@ BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 class Checkpoint:
     """path: as given. config: config.json (made up for a GGUF). Not for construction: see `open_checkpoint`."""
 
-    def __init__(self, path: Path, config: dict[str, Any], store: AnyStore, reading: Reading) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], store: Store, reading: Reading) -> None:
         self.path, self.config = path, config
         self._store, self._reading = store, reading
         self._module_of = {f"{module}.weight": module for module in reading.linears}
@@ -78,6 +78,11 @@ class Checkpoint:
         if wanted is not None and wanted not in KV:
             raise ValueError(f"{self.path} asks for KV cache {wanted!r}; known are {', '.join(KV)}")
         return wanted
+
+    @property
+    def hadamard(self) -> int:
+        """Channels of down_proj's input that are turned together before they are multiplied; 0: none are."""
+        return self._reading.hadamard
 
     @property
     def scheme_name(self) -> str:
@@ -211,20 +216,21 @@ def open_checkpoint(path: str | Path, activations: str | None = None) -> Checkpo
 
 def _open(path: Path) -> Checkpoint:
     if file := find_gguf(path):
-        store = GGUFStore(file)
-        return Checkpoint(path, store.config, store, Reading())
+        return Checkpoint(path, *open_gguf(file), Reading())
     if not path.is_dir() or not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is neither a .gguf file nor a directory with a config.json")
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     quantization = find_quantization(path, config)
     if not quantization:
-        return Checkpoint(path, config, Store(path), Reading())
+        return Checkpoint(path, config, open_safetensors(path), Reading())
     method = str(quantization.get("quant_method") or quantization.get("method") or "").lower()
     method = {"sparseml": "compressed-tensors"}.get(method, method)
     if method not in READERS:
         raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16 bits are")
-    store = Store(path)
+    store = open_safetensors(path)
     reading = READERS[method](store, quantization)
+    if str(config.get("model_type")).endswith(TURNED) and not reading.hadamard:
+        raise ValueError(f"{path}: {config['model_type']} wants a transform_config that says how down_proj's inputs are turned")
     if not reading.linears and not (method == "compressed-tensors" and quantization.get("kv_cache_scheme")):
         raise ValueError(f"{path} says it is quantized with {method} but holds no linear in that format")
     return Checkpoint(path, config, store, reading)
@@ -233,7 +239,7 @@ def _open(path: Path) -> Checkpoint:
 def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """The quantization block, from config.json or from the file of its own that older tools wrote."""
     block = held(config, "quantization_config", dict) or held(config, "compression_config", dict)
-    side = {name: _read_json(path / name) for name in SIDE_CONFIGS if (path / name).is_file()}
+    side = {name: read_json(path / name) for name in SIDE_CONFIGS if (path / name).is_file()}
     if block:
         if "hf_quant_config.json" in side and "modelopt" in str(block.get("quant_method") or "modelopt"):
             block = {**(held(side["hf_quant_config.json"], "quantization", dict, where="hf_quant_config.json") or {}), **block}
@@ -246,32 +252,14 @@ def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | No
             return {"quant_method": "modelopt", **(held(content, "quantization", dict, where=name) or {})}
         if content.get("quant_method"):
             return content
-        if "desc_act" in content:
-            return {"quant_method": "gptq", **content}
-        if "wbits" in content:
-            return {"quant_method": "qqq", **content}
-        if "w_bit" in content or "zero_point" in content:
-            return {"quant_method": "awq", **content}
+        for key, method in (("desc_act", "gptq"), ("wbits", "qqq"), ("w_bit", "awq"), ("zero_point", "awq")):
+            if key in content:
+                return {"quant_method": method, **content}
         raise ValueError(f"{path / name} does not say which quantization method it is for (quant_method)")
     return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BrokenFile(path, str(error)) from error
-    if not isinstance(value, dict):
-        raise BrokenFile(path, "it holds no JSON object")
-    return value
-
-
 def _ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] == n - 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)

@@ -18,28 +18,31 @@ from torch import Tensor
 
 from nybble.checkpoint.pack import pack_rows, unpack_rows
 from nybble.checkpoint.reading import (
-    AnyStore,
     LinearSource,
+    Part,
     Reading,
-    check_scale,
     float_weight,
     from_unsigned,
     integer_spec,
     modules_with,
 )
+from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT4, INT8, PER_TOKEN_INT8, SCHEMES, UINT4, Spec, describe, scheme_of
 from nybble.text.errors import held
 
+TURNED = "+hadamard"  # ends the model_type of what others would run wrongly
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
             "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None, "observer": None,
             "observer_kwargs": None}
 
 
-def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_compressed(store: Store, quantization: dict[str, Any]) -> Reading:
     """quantization: the `quantization_config` block. Raises ValueError for what is not supported."""
-    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+    turned = held(quantization, "transform_config", dict) or {}
+    size = hadamard_of(turned)
+    for key in ("sparsity_config", "moe_sparsity_config", *(["transform_config"] if not size else [])):
         block = held(quantization, key, dict) or {}
         if block.get("format", "dense") != "dense" or block.get("config_groups"):
             raise ValueError(f"compressed-tensors {key} {block} is not supported: only dense, untransformed weights are")
@@ -74,7 +77,26 @@ def read_compressed(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         quantized = last == "weight" and module not in linears and len(store.shape(name)) == 2 and "embed" not in module
         if quantized and not matches(module, ignore) and best_match(module, groups) is not None:
             raise ValueError(f"{module} should be quantized as {best_match(module, groups)[0]} but has no weight_scale")
-    return Reading(linears, *kv)
+    if size and any(source.shape[1] % size for module, source in linears.items() if module.endswith("down_proj")):
+        raise ValueError(f"config.json: transform_config turns runs of {size} channels, which do not divide down_proj's input")
+    return Reading(linears, *kv, hadamard=size)
+
+
+def transform_config(size: int) -> dict[str, Any]:
+    """What says that down_proj's input is multiplied by Hadamard matrices of `size` at run time, and its weight was turned to
+    suit: SpinQuant's and QuaRot's R4 in compressed-tensors' words."""
+    apply = [{"targets": ["re:.*down_proj$"], "ignore": [], "location": location, "inverse": location != "input"}
+             for location in ("weight_input", "input")]
+    return {"config_groups": {"R4": {"type": "hadamard", "randomize": False, "requires_grad": False, "head_dim": size,
+                                     "apply": apply}}}
+
+
+def hadamard_of(config: dict[str, Any]) -> int:
+    """The size in a `transform_config` that is R4 alone and just as above, else 0."""
+    group = (config.get("config_groups") or {}).get("R4")
+    size = group.get("head_dim") if isinstance(group, dict) else None
+    power = isinstance(size, int) and size > 1 and size & (size - 1) == 0
+    return size if power and config == transform_config(size) else 0
 
 
 def kv_of_scheme(scheme: dict[str, Any] | None) -> tuple[str | None, str | None]:
@@ -180,79 +202,60 @@ def activation_spec(given: dict[str, Any] | None, where: str = "") -> Spec | Non
     return act
 
 
-def _linear(store: AnyStore, module: str, args: dict[str, Any], act: Spec | None, form: str) -> LinearSource:
-    name = lambda last: f"{module}.{last}"  # noqa: E731
-    input_scale = name("input_scale") if act is not None and not act.dynamic else None
-    static = [n for n in (input_scale, name("input_zero_point")) if n is not None and store.has(n)]
-    if input_scale is not None and not store.has(input_scale):
-        raise ValueError(f"{module} has static activations but no {input_scale}")
+def _linear(store: Store, module: str, args: dict[str, Any], act: Spec | None, form: str) -> LinearSource:
+    part, bits, static = Part(store, module), args["num_bits"], act is not None and not act.dynamic
+    if static and not part.has("input_scale"):
+        raise ValueError(f"{module} has static activations but no {module}.input_scale")
     if args["type"] == "float":
         block = tuple(args["block_structure"]) if args["strategy"] == "block" else None
-        return float_weight(store, module, name("weight_scale"), act, block, input_scale=input_scale)
-    bits, packed = args["num_bits"], store.has(name("weight_packed"))
+        return float_weight(store, module, "weight_scale", act, block)
+    packed, middle = part.has("weight_packed"), 1 << (bits - 1)
     if packed:
-        n, words = store.shape(name("weight_packed"))
-        k = _declared_shape(store, module, n, words, bits)[1]
+        (n, words), declared = part.shape("weight_packed"), part.tensor("weight_shape").tolist()
+        k = declared[-1]
+        if declared != [n, k] or words not in (-(-bits * k // 32), -(-k // (32 // bits))):
+            raise ValueError(f"{module}.weight_shape says {declared}, but weight_packed holds {n} rows of {words} words")
+    elif part.dtype("weight") == torch.int8:
+        n, k = part.shape("weight")
     else:
-        if store.dtype(name("weight")) != torch.int8:
-            raise ValueError(f"{name('weight')} is {store.dtype(name('weight'))}, not int8 as format {form!r} says")
-        n, k = store.shape(name("weight"))
-    scales = store.shape(name("weight_scale"))
+        raise ValueError(f"{module}.weight is {part.dtype('weight')}, not int8 as format {form!r} says")
     if args["strategy"] == "block":
         tile = tuple(args["block_structure"])
-        columns = -(-k // tile[1])
     else:
-        group = args["group_size"] if args["strategy"] == "group" else None
-        group = None if group is not None and group >= k else group
-        columns = 1 if group is None else -(-k // group)
-        tile = (None if args["strategy"] == "tensor" else 1, group)
-    rows = 1 if tile[0] is None else -(-n // tile[0])
+        size = args["group_size"] if args["strategy"] == "group" else None
+        tile = (None if args["strategy"] == "tensor" else 1, None if size is None or size >= k else size)
+    rows, columns = (1 if run is None else -(-side // run) for run, side in zip(tile, (n, k)))
+    scales = part.shape("weight_scale")
     if scales not in ((rows, columns), (rows * columns,)) and not (rows == columns == 1 and scales == ()):
-        raise ValueError(f"{name('weight_scale')} has shape {list(scales)}; weights [{n}, {k}] in {args['strategy']} want "
+        raise ValueError(f"{module}.weight_scale has shape {list(scales)}; weights [{n}, {k}] in {args['strategy']} want "
                          f"[{rows}, {columns}]")
-    zero = name("weight_zero_point") if not args["symmetric"] else None
-    order = name("weight_g_idx") if store.has(name("weight_g_idx")) else None
-    spec = Spec(integer_spec(bits, tile[1], zero is not None).num, tile, zero=zero is not None)
+    spec = Spec(integer_spec(bits, tile[1], not args["symmetric"]).num, tile, zero=not args["symmetric"])
 
     def read() -> QTensor:
-        scale = check_scale(store.tensor(name("weight_scale")).float().reshape(rows, columns), name("weight_scale"))
-        middle = 1 << (bits - 1)
         if packed:
-            codes = unpack_rows(store.tensor(name("weight_packed")), bits, k)
+            codes = unpack_rows(part.tensor("weight_packed"), bits, k)
         else:
-            codes = store.tensor(name("weight")).to(torch.int16)
+            codes = part.tensor("weight").to(torch.int16)
             if bits < 8 and bool(((codes < -middle) | (codes >= middle)).any()):
-                raise ValueError(f"{name('weight')} holds codes beyond {bits} bits")
+                raise ValueError(f"{module}.weight holds codes beyond {bits} bits")
             codes = (codes + middle).to(torch.uint8)
-        zeros = None
-        if zero is None and store.has(name("weight_zero_point")):
-            spare = store.tensor(name("weight_zero_point"))  # older versions store zeros for symmetric weights too
-            if spare.dtype == torch.int8 and bool(spare.any()):
-                raise ValueError(f"{name('weight_zero_point')} is not zero, but the config says symmetric")
-        if zero is not None:
-            stored = store.tensor(zero)
-            zeros = (unpack_rows(stored.t().contiguous(), bits, n).t().to(torch.int16) if stored.dtype == torch.int32 and packed
-                     else stored.to(torch.int16) + middle).reshape(rows, columns)
-        groups = store.tensor(order) if order else None
+        zeros = part.tensor("weight_zero_point") if spec.zero or part.has("weight_zero_point") else None
+        if not spec.zero and zeros is not None:  # older versions store zeros for symmetric weights too
+            if zeros.dtype == torch.int8 and bool(zeros.any()):
+                raise ValueError(f"{module}.weight_zero_point is not zero, but the config says symmetric")
+            zeros = None
+        if zeros is not None:
+            zeros = (unpack_rows(zeros.t().contiguous(), bits, n).t().to(torch.int16) if zeros.dtype == torch.int32 and packed
+                     else zeros.to(torch.int16) + middle).reshape(rows, columns)
+        groups = part.tensor("weight_g_idx") if part.has("weight_g_idx") else None
         if groups is not None and bool((groups < 0).all()):
             groups = None  # how the package marks an unused one
-        weight = from_unsigned(codes, bits, scale, zeros, tile[1], groups)
+        weight = from_unsigned(codes, bits, part.scale("weight_scale").reshape(rows, columns), zeros, tile[1], groups)
         return QTensor(spec, weight.codes, weight.scale, weight.zero, order=weight.order)
 
-    names = [name("weight_packed" if packed else "weight"), name("weight_scale"), *([name("weight_shape")] if packed else []),
-             *([zero] if zero else []), *([order] if order else []), *static]
-    if zero is None and store.has(name("weight_zero_point")):
-        names.append(name("weight_zero_point"))
-    return LinearSource((n, k), scheme_of(spec, act), tuple(names), read, input_scale)
-
-
-def _declared_shape(store: AnyStore, module: str, n: int, words: int, bits: int) -> tuple[int, int]:
-    declared = tuple(store.tensor(f"{module}.weight_shape").tolist())
-    if len(declared) != 2 or declared[0] != n or words not in (-(-bits * declared[1] // 32), -(-declared[1] // (32 // bits))):
-        raise ValueError(f"{module}.weight_shape says {list(declared)}, but weight_packed holds {n} rows of {words} words")
-    return declared
-
-
+    names = part.names(*(("weight_packed", "weight_shape") if packed else ("weight",)), "weight_scale", "weight_zero_point",
+                       "weight_g_idx", *(("input_scale", "input_zero_point") if static else ("input_zero_point",)))
+    return LinearSource((n, k), scheme_of(spec, act), names, read, f"{module}.input_scale" if static else None)
 
 
 def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
@@ -260,31 +263,27 @@ def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], 
     spec = replace(q.spec, over=None)
     if q.over is not None and not whole_steps(q):
         raise ValueError("compressed-tensors cannot say that codes are rounded to an int8 grid (QQQ g128): write it as QQQ")
-    strategy = {(None, None): "tensor", (1, None): "channel"}.get(spec.tile) or ("group" if spec.tile[0] == 1 else "block")
-    kind = "float" if spec.num.kind == "float" else "int"
-    weights = {"num_bits": spec.num.bits, "type": kind, "symmetric": not spec.zero, "strategy": strategy, "dynamic": False}
-    if strategy == "group":
-        weights["group_size"] = spec.tile[1]
-    if strategy == "block":
-        weights["block_structure"] = list(spec.tile)
-    if q.order is not None:
-        weights["actorder"] = "group"
-    if spec.num not in (INT4, UINT4, INT8, FP8) or (strategy == "block" and kind == "int"):
+    weights = _args_of(spec, "channel") | ({"actorder": "group"} if q.order is not None else {})
+    floating = spec.num.kind == "float"
+    if spec.num not in (INT4, UINT4, INT8, FP8) or (weights["strategy"] == "block" and not floating):
         raise ValueError(f"{describe(spec)} cannot be written as compressed-tensors")
     whole = act is not None and spec.num.bits == 8
-    form = "float-quantized" if kind == "float" else "int-quantized" if whole else "pack-quantized"
-    return form, weights, None if act is None else _activation_args(act)
+    form = "float-quantized" if floating else "int-quantized" if whole else "pack-quantized"
+    return form, weights, None if act is None else _args_of(act, "token")
 
 
-def _activation_args(act: Spec) -> dict[str, Any]:
-    strategy = {(1, None): "token", (None, None): "tensor"}.get(act.tile, "group")
-    args = {"num_bits": act.num.bits, "type": act.num.kind, "symmetric": not act.zero, "strategy": strategy,
-            "dynamic": act.dynamic}
-    return args | ({"group_size": act.tile[1]} if strategy == "group" else {})
+def _args_of(spec: Spec, row: str) -> dict[str, Any]:
+    """row: what the strategy of a scale per row is called."""
+    strategy = {(None, None): "tensor", (1, None): row}.get(spec.tile) or ("group" if spec.tile[0] == 1 else "block")
+    args = {"num_bits": spec.num.bits, "type": "float" if spec.num.kind == "float" else "int", "symmetric": not spec.zero,
+            "strategy": strategy, "dynamic": spec.dynamic}
+    where = {"group": {"group_size": spec.tile[1]}, "block": {"block_structure": list(spec.tile)}}
+    return args | where.get(strategy, {})
 
 
-def encode_linear(module: str, q: QTensor, form: str, dtype: torch.dtype, wide: bool = False) -> dict[str, Tensor]:
-    """The tensors that hold `q` in a format that `describe_linear` chose; scales in the model's `dtype`.
+def encode_linear(module: str, q: QTensor, described: tuple[str, Any, Any], dtype: torch.dtype,
+                  wide: bool = False) -> dict[str, Tensor]:
+    """The tensors that hold `q` as `describe_linear` says; scales in the model's `dtype`.
 
     wide: scales that it cannot hold are written in float32 (QQQ's, FP8's). Otherwise raises ValueError for them: they must be
     rounded before codes are chosen, not after.
@@ -300,7 +299,7 @@ def encode_linear(module: str, q: QTensor, form: str, dtype: torch.dtype, wide: 
     if q.spec.tile == (None, None):
         scale = scale.reshape(1)
     tensors = {f"{module}.weight_scale": scale.contiguous()}
-    if form != "pack-quantized":
+    if described[0] != "pack-quantized":
         tensors[f"{module}.weight"] = q.codes.contiguous()
         if q.zero is not None:
             tensors[f"{module}.weight_zero_point"] = _integers(module, q.zero).to(torch.int8)

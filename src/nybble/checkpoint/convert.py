@@ -64,7 +64,8 @@ def convert_checkpoint(path: str | Path, out: str | Path, format: str, activatio
     if format in ("qqq", "awq") and source.dtype != torch.float16:
         notes.append(f"{format}'s own loader runs in float16; what is not quantized here stays {source.config_dtype}")
     write_checkpoint(out, dict(source.config), _tensors(source, scales, notes, wide), schemes, kv, source,
-                     recipe | {"converted_from": Path(path).name}, format=format, kv_format=kv_format, wide=wide)
+                     recipe | {"converted_from": Path(path).name}, format=format, kv_format=kv_format, wide=wide,
+                     hadamard=source.hadamard)
     if unread := source.unread():
         notes.append(f"left out, because nothing says what they are: {', '.join(unread[:8])}")
     return tuple(dict.fromkeys(notes))

@@ -17,63 +17,57 @@ from torch import Tensor
 from nybble.checkpoint.compressed import kv_of_scheme, patterns, regex
 from nybble.checkpoint.pack import unpack_rows
 from nybble.checkpoint.reading import (
-    AnyStore,
     LinearSource,
+    Part,
     Reading,
-    check_scale,
     float_weight,
     from_unsigned,
     integer_spec,
     modules_with,
 )
+from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, Spec, scheme_of
 from nybble.text.errors import held
 
 
-def read_qqq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_qqq(store: Store, quantization: dict[str, Any]) -> Reading:
     """QQQ (Zhang et al. 2024, HandH1998/QQQ): W4A8 per channel, or groups of 128 whose scales live on an int8 grid."""
-    bits = _one(quantization, ("wbits", "bits", "w_bit"), 4)
+    bits, symmetric = _one(quantization, ("wbits", "bits", "w_bit"), 4), quantization.get("sym", True)
     group = _one(quantization, ("group_size", "q_group_size"), -1)
-    if bits != 4 or group not in (-1, 128) or not quantization.get("sym", True):
-        raise ValueError(f"QQQ with {bits} bits, group size {group}, sym {quantization.get('sym', True)} is not supported: "
-                         "4 bits, symmetric, group -1 or 128 is")
+    if bits != 4 or group not in (-1, 128) or not symmetric:
+        raise ValueError(f"QQQ with {bits} bits, group size {group}, sym {symmetric} is not supported: 4 bits, symmetric, "
+                         "group -1 or 128 is")
     _warn_unknown("QQQ", quantization, f"wbits w_bit q_group_size {GPTQ_KEYS}")
     linears = {}
     for module in modules_with(store, "B"):
         _refuse_rules(quantization, module)
-        rows, words = store.shape(f"{module}.B")
+        part = Part(store, module)
+        (rows, words), channels = part.shape("B"), part.shape("s_channel")
         n, k = words // 2, rows * 16
-        s_group = f"{module}.s_group"
-        groups = store.shape(s_group) if store.has(s_group) else (0,)
+        groups = part.shape("s_group") if part.has("s_group") else (0,)
         per_channel = 0 in groups
         if per_channel != (group in (-1, k)):
             raise ValueError(f"{module}: the config says group size {group}, but s_group is {list(groups)}: "
                              "one of them is wrong, and the nibbles of B lie in another order for each")
-        if n % 64 or words % 2 or store.shape(f"{module}.s_channel") not in ((1, n), (n,)) or \
-                not (per_channel or groups == (k // 128, n)):
-            raise ValueError(f"{module}: B {[rows, words]} with s_channel {list(store.shape(f'{module}.s_channel'))} and "
-                             f"s_group {list(groups)} is not a QQQ weight")
+        if n % 64 or words % 2 or channels not in ((1, n), (n,)) or not (per_channel or groups == (k // 128, n)):
+            raise ValueError(f"{module}: B {[rows, words]} with s_channel {list(channels)} and s_group {list(groups)} is not a "
+                             "QQQ weight")
         spec = Spec(INT4, (1, None)) if per_channel else Spec(INT4, (1, 128), over=INT8_CHANNEL)
-        names = (f"{module}.B", f"{module}.s_channel", *([s_group] if store.has(s_group) else []))
-        linears[module] = LinearSource((n, k), scheme_of(spec, PER_TOKEN_INT8), names, _qqq_reader(store, module, spec))
+        linears[module] = LinearSource((n, k), scheme_of(spec, PER_TOKEN_INT8), part.names("B", "s_channel", "s_group"),
+                                       partial(_qqq, part, spec))
     return Reading(linears)
 
 
-def _qqq_reader(store: AnyStore, module: str, spec: Spec) -> Any:
-    def read() -> QTensor:
-        over = check_scale(store.tensor(f"{module}.s_channel").float(), f"{module}.s_channel").view(-1, 4, 4, 2)
-        over = over.transpose(1, 2).reshape(-1, 1)
-        nibbles = qqq_nibbles(store.tensor(f"{module}.B"), grouped=spec.over is not None)
-        if spec.over is None:
-            # Two's complement; the stored scale is for codes in the high half of a byte, which the kernel multiplies by 16.
-            codes = nibbles.to(torch.int8)
-            return QTensor(spec, torch.where(codes > 7, codes - 16, codes), over * 16)
-        scale = store.tensor(f"{module}.s_group").float()
-        scale = scale.view(scale.shape[0], -1, 8, 8).transpose(2, 3).reshape(scale.shape[0], -1).t().contiguous()
-        return QTensor(spec, nibbles.to(torch.int8) - 8, check_scale(scale, f"{module}.s_group"), over=over)
-
-    return read
+def _qqq(part: Part, spec: Spec) -> QTensor:
+    over = part.scale("s_channel").view(-1, 4, 4, 2).transpose(1, 2).reshape(-1, 1)
+    nibbles = qqq_nibbles(part.tensor("B"), grouped=spec.over is not None).to(torch.int8)
+    if spec.over is None:
+        # Two's complement; the stored scale is for codes in the high half of a byte, which the kernel multiplies by 16.
+        return QTensor(spec, torch.where(nibbles > 7, nibbles - 16, nibbles), over * 16)
+    scale = part.scale("s_group")
+    scale = scale.view(scale.shape[0], -1, 8, 8).transpose(2, 3).reshape(scale.shape[0], -1).t().contiguous()
+    return QTensor(spec, nibbles - 8, scale, over=over)
 
 
 # [grouped][4 b + t] -> nibble, as said below
@@ -99,7 +93,7 @@ def qqq_nibbles(words: Tensor, grouped: bool) -> Tensor:
 AWQ_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def read_awq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_awq(store: Store, quantization: dict[str, Any]) -> Reading:
     """AutoAWQ 4-bit, versions gemm, gemv and gemv_fast (llm-awq's): unsigned codes and zero points, value = (q - z) * s."""
     bits = _one(quantization, ("bits", "w_bit"), 4)
     group = _group_size(quantization)
@@ -114,126 +108,119 @@ def read_awq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
     linears = {}
     for module in modules_with(store, "qweight"):
         _refuse_rules(quantization, module)
+        part = Part(store, module)
         if _excluded(module, skipped):
             raise ValueError(f"{module} is quantized but modules_to_not_convert {skipped} says it is not")
-        rows, columns = store.shape(f"{module}.qweight")
+        (rows, columns), stored = part.shape("qweight"), part.shape("scales")
         n, k = {"gemm": (columns * 8, rows), "gemv": (rows, columns * 8), "gemv_fast": (rows * 4, columns)}[version]
-        if store.dtype(f"{module}.qweight") != (torch.int16 if version == "gemv_fast" else torch.int32):
-            raise ValueError(f"{module}.qweight is {store.dtype(f'{module}.qweight')}, which AWQ version {version!r} is not")
-        size = group if group is not None and group < k else None
-        spec = integer_spec(4, size, zero_point or store.has(f"{module}.qzeros"))
-        names = tuple(f"{module}.{last}" for last in ("qweight", "scales", "qzeros") if store.has(f"{module}.{last}"))
-        if zero_point and f"{module}.qzeros" not in names:
+        if part.dtype("qweight") != (torch.int16 if version == "gemv_fast" else torch.int32):
+            raise ValueError(f"{module}.qweight is {part.dtype('qweight')}, which AWQ version {version!r} is not")
+        size, groups = _groups(group, k)
+        spec = integer_spec(4, size, zero_point or part.has("qzeros"))
+        if zero_point and not part.has("qzeros"):
             raise ValueError(f"{module} has no qzeros, but the config says zero_point")
-        groups, stored = 1 if size is None else -(-k // size), store.shape(f"{module}.scales")
         if stored != (groups, n) if version == "gemm" else stored[::-1 if version == "gemv_fast" else 1][0] != n:
             raise ValueError(f"{module}.scales has shape {list(stored)}, which fits no AWQ {version} weight [{n}, {k}] in "
                              f"groups of {size}")
-        reader = AWQ_READERS[version]
-        linears[module] = LinearSource((n, k), scheme_of(spec, None), names, partial(reader, store, module, spec, (n, k)))
+        linears[module] = LinearSource((n, k), scheme_of(spec, None), part.names("qweight", "scales", "qzeros"),
+                                       partial(AWQ_READERS[version], part, spec, n, k, groups))
     return Reading(linears)
 
 
-def _awq_gemm(store: AnyStore, module: str, spec: Spec, shape: tuple[int, int]) -> QTensor:
-    n, k = shape
+def _awq_gemm(part: Part, spec: Spec, n: int, k: int, groups: int) -> QTensor:
     inverse = torch.tensor(AWQ_COLUMN_OF_NIBBLE).argsort()
 
-    def columns(words: Tensor) -> Tensor:
-        return unpack_rows(words, 4, n).view(words.shape[0], -1, 8)[..., inverse].reshape(words.shape[0], n)
+    def columns(last: str) -> Tensor:
+        words = part.tensor(last)
+        return unpack_rows(words, 4, n).view(words.shape[0], -1, 8)[..., inverse].reshape(words.shape[0], n).t()
 
-    scale = check_scale(store.tensor(f"{module}.scales"), f"{module}.scales").t()
-    zero = columns(store.tensor(f"{module}.qzeros")).t() if spec.zero else None
-    return from_unsigned(columns(store.tensor(f"{module}.qweight")).t().contiguous(), 4, scale, zero, spec.group)
+    zero = columns("qzeros") if spec.zero else None
+    return from_unsigned(columns("qweight").contiguous(), 4, part.scale("scales").t(), zero, spec.group)
 
 
-def _awq_gemv(store: AnyStore, module: str, spec: Spec, shape: tuple[int, int]) -> QTensor:
-    n, k = shape
-    groups = 1 if spec.group is None else -(-k // spec.group)
-    scale = check_scale(store.tensor(f"{module}.scales")[:, :groups], f"{module}.scales")
-    zeros = store.tensor(f"{module}.qzeros") if spec.zero else None
+def _awq_gemv(part: Part, spec: Spec, n: int, k: int, groups: int) -> QTensor:
+    zeros = part.tensor("qzeros") if spec.zero else None
     zero = None if zeros is None else unpack_rows(zeros, 4, zeros.shape[1] * 8)[:, :groups]
-    return from_unsigned(unpack_rows(store.tensor(f"{module}.qweight"), 4, k), 4, scale, zero, spec.group)
+    return from_unsigned(unpack_rows(part.tensor("qweight"), 4, k), 4, part.scale("scales", columns=groups), zero, spec.group)
 
 
-def _awq_gemv_fast(store: AnyStore, module: str, spec: Spec, shape: tuple[int, int]) -> QTensor:
+def _awq_gemv_fast(part: Part, spec: Spec, n: int, k: int, groups: int) -> QTensor:
     """Four rows interleaved in int16 words, 64 input channels at a time: word w, nibble i holds position p = 4 w + i of row
     p / 64, and position p % 32 = 8 b + 4 c + a there is input channel 8 a + 2 b + c. Zeros are stored as -zero * scale."""
-    n, k = shape
-    words = store.tensor(f"{module}.qweight").view(n // 4, k // 64, 64, 1)
+    words = part.tensor("qweight").view(n // 4, k // 64, 64, 1)
     nibbles = ((words >> torch.arange(0, 16, 4, dtype=torch.int16)) & 15).to(torch.uint8)
     rows = nibbles.view(n // 4, k // 64, 4, 64).transpose(1, 2).reshape(n, k // 32, 4, 2, 4)
     codes = rows.permute(0, 1, 4, 2, 3).reshape(n, k)
-    groups = 1 if spec.group is None else -(-k // spec.group)
-    stored = check_scale(store.tensor(f"{module}.scales")[:groups], f"{module}.scales").t()
-    scale, zero = stored.float(), None
+    scale, zero = part.scale("scales", rows=groups).t(), None
     if spec.zero:
-        offset = store.tensor(f"{module}.qzeros")[:groups].t()
+        offset = part.tensor("qzeros")[:groups].t()
         zero = torch.where(scale > 0, torch.round(-offset.float() / scale), 0)
         if not torch.equal((-(zero * scale)).to(offset.dtype), offset) or bool(((zero < 0) | (zero > 15)).any()):
-            raise ValueError(f"{module}.qzeros are no whole zero points times its scales")
+            raise ValueError(f"{part.module}.qzeros are no whole zero points times its scales")
     return from_unsigned(codes, 4, scale, zero, spec.group)
 
 
 AWQ_READERS = {"gemm": _awq_gemm, "gemv": _awq_gemv, "gemv_fast": _awq_gemv_fast}
 
 
-def read_gptq(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_gptq(store: Store, quantization: dict[str, Any]) -> Reading:
     """GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel store it: 2, 3, 4 or 8 bits, v1 (zeros minus one) or v2.
 
     A symmetric checkpoint labelled with the wrong version is read by what it holds, with a warning.
     """
-    version = _gptq_version(quantization)
+    named = held(quantization, "checkpoint_format", str) or held(quantization, "format", str) or "gptq"
+    if named not in GPTQ_VERSIONS:
+        raise ValueError(f"GPTQ checkpoint_format {named!r} is a kernel's layout, not supported; gptq and gptq_v2 are")
     if quantization.get("is_marlin_format") or quantization.get("pack_dtype") not in (None, "int32"):
         raise ValueError("GPTQ in a kernel's own layout (is_marlin_format, pack_dtype) is not supported; int32 v1 and v2 are")
     _warn_unknown("GPTQ", quantization, GPTQ_KEYS)
+    version = GPTQ_VERSIONS[named]
+    labelled = IN_WORDS if version == 1 and _by_gptqmodel(quantization) else version
     linears = {}
     for module in modules_with(store, "qweight"):
-        own = _gptq_rules(quantization, module)
+        own, part = _gptq_rules(quantization, module), Part(store, module)
         bits, symmetric, group = own.get("bits", 4), own.get("sym", True), _group_size(own)
         if bits not in (2, 3, 4, 8):
             raise ValueError(f"{module}: GPTQ with {bits} bits is not supported (2, 3, 4 and 8 are)")
-        if store.dtype(f"{module}.qweight") != torch.int32:
-            raise ValueError(f"{module}.qweight is {store.dtype(f'{module}.qweight')}; GPTQ packs into int32 words")
-        rows, n = store.shape(f"{module}.qweight")
+        if part.dtype("qweight") != torch.int32:
+            raise ValueError(f"{module}.qweight is {part.dtype('qweight')}; GPTQ packs into int32 words")
+        rows, n = part.shape("qweight")
         k = rows * 32 // bits
-        size = group if group is not None and group < k else None
-        groups = 1 if size is None else -(-k // size)
-        if store.shape(f"{module}.scales") != (groups, n):
-            raise ValueError(f"{module}.scales has shape {list(store.shape(f'{module}.scales'))}; {bits}-bit weights "
-                             f"[{n}, {k}] in groups of {size} want [{groups}, {n}]")
+        size, groups = _groups(group, k)
+        if part.shape("scales") != (groups, n):
+            raise ValueError(f"{module}.scales has shape {list(part.shape('scales'))}; {bits}-bit weights [{n}, {k}] in groups "
+                             f"of {size} want [{groups}, {n}]")
         spec = integer_spec(bits, size, not symmetric)
-        names = tuple(f"{module}.{last}" for last in ("qweight", "qzeros", "scales", "g_idx") if store.has(f"{module}.{last}"))
-        if own.get("desc_act") and groups > 1 and f"{module}.g_idx" not in names:
+        if own.get("desc_act") and groups > 1 and not part.has("g_idx"):
             raise ValueError(f"{module} has no g_idx, but the config says desc_act: which channel is in which group is unknown")
-        linears[module] = LinearSource(
-            (n, k), scheme_of(spec, None), names,
-            partial(_gptq, store, module, spec, bits, version, (n, k), _by_gptqmodel(quantization)))
+        linears[module] = LinearSource((n, k), scheme_of(spec, None), part.names("qweight", "qzeros", "scales", "g_idx"),
+                                       partial(_gptq, part, spec, bits, version, labelled, n, k))
     return Reading(linears)
 
 
-def _gptq(store: AnyStore, module: str, spec: Spec, bits: int, version: int, shape: tuple[int, int],
-          by_gptqmodel: bool) -> QTensor:
-    n, k = shape
-    codes = unpack_rows(store.tensor(f"{module}.qweight").t().contiguous(), bits, k)
-    scale = check_scale(store.tensor(f"{module}.scales"), f"{module}.scales").t()
-    order = store.tensor(f"{module}.g_idx") if store.has(f"{module}.g_idx") else None
+GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+IN_WORDS = "1, subtracted from words,"  # GPTQModel's version 1
+
+
+def _gptq(part: Part, spec: Spec, bits: int, version: int, labelled: int | str, n: int, k: int) -> QTensor:
+    module, middle = part.module, 1 << (bits - 1)
+    codes = unpack_rows(part.tensor("qweight").t().contiguous(), bits, k)
+    scale = part.scale("scales").t()
+    order = part.tensor("g_idx") if part.has("g_idx") else None
     if order is not None and not bool(order.any()):
         order = None  # all zeros: written by tools that do not reorder
     if order is not None and (order.shape != (k,) or int(order.min()) < 0 or int(order.max()) >= scale.shape[1]):
         raise ValueError(f"{module}.g_idx does not name one of {scale.shape[1]} groups for each of {k} input channels")
-    zeros, middle = store.tensor(f"{module}.qzeros"), 1 << (bits - 1)
-    labelled = 2 if version == 2 else "1, subtracted from words," if by_gptqmodel else 1
-    zero = gptq_zeros(zeros, bits, n, labelled)
+    words = part.tensor("qzeros")
+    zero = gptq_zeros(words, bits, n, labelled)
     if spec.zero:
         return from_unsigned(codes, bits, scale, zero.t(), spec.group, order)
-    if not bool((zero == middle).all()):
-        fits = [v for v in (1, 2, "1, subtracted from words,") if bool((gptq_zeros(zeros, bits, n, v) == middle).all())]
-        if not fits:
-            raise ValueError(f"{module}: the config says symmetric, but its zero points are {zero.unique().tolist()[:8]}, not "
-                             f"all {middle}")
-        if version == 2 or fits[0] == 2:
-            warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{fits[0]}'s: read as these",
-                          stacklevel=2)
+    fits = [v for v in (labelled, 1, 2, IN_WORDS) if bool((gptq_zeros(words, bits, n, v) == middle).all())]
+    if not fits:
+        raise ValueError(f"{module}: the config says symmetric, but its zero points are {zero.unique().tolist()[:8]}, not all "
+                         f"{middle}")
+    if fits[0] != labelled and (version == 2 or fits[0] == 2):
+        warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{fits[0]}'s: read as these", stacklevel=2)
     return from_unsigned(codes, bits, scale, None, spec.group, order)
 
 
@@ -245,19 +232,11 @@ GPTQMODEL_OFFSETS = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 
 def gptq_zeros(words: Tensor, bits: int, n: int, version: int | str) -> Tensor:
     """qzeros int32 [groups, words] -> uint8 [groups, N]. version: 2 stores them, 1 stores one less in each field, the other is
     GPTQModel's 1."""
-    if version in (1, 2):
+    if version != IN_WORDS:
         return (unpack_rows(words, bits, n) + (2 - int(version))) & ((1 << bits) - 1)
     offsets = GPTQMODEL_OFFSETS[bits]
     added = words.to(torch.int64) + torch.tensor(offsets)[torch.arange(words.shape[1]) % len(offsets)]
     return unpack_rows(added.to(torch.uint32).view(torch.int32), bits, n)
-
-
-def _gptq_version(quantization: dict[str, Any]) -> int:
-    named = held(quantization, "checkpoint_format", str) or held(quantization, "format", str) or "gptq"
-    versions = {"gptq": 1, "gptq_v2": 2}
-    if named not in versions:
-        raise ValueError(f"GPTQ checkpoint_format {named!r} is a kernel's layout, not supported; {', '.join(versions)} are")
-    return versions[named]
 
 
 def _by_gptqmodel(quantization: dict[str, Any]) -> bool:
@@ -289,9 +268,9 @@ def _gptq_rules(quantization: dict[str, Any], module: str) -> dict[str, Any]:
     return quantization
 
 
-def read_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_fp8(store: Store, quantization: dict[str, Any]) -> Reading:
     """quant_method "fp8": AutoFP8 (one scale per tensor) and DeepSeek or Qwen blocks (`weight_scale_inv`, a multiplier)."""
-    scheme = quantization.get("activation_scheme", "dynamic")
+    scheme, kv = quantization.get("activation_scheme", "dynamic"), quantization.get("kv_cache_scheme")
     block = held(quantization, "weight_block_size", list[int])
     if block and len(block) != 2:
         raise ValueError(f"config.json: weight_block_size = {block}; wants two numbers, rows and columns")
@@ -301,81 +280,58 @@ def read_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         raise ValueError(f"FP8 with scale_fmt {quantization['scale_fmt']!r}: rounding activation scales is not supported")
     _warn_unknown("FP8", quantization, f"""activation_scheme weight_block_size fmt scale_fmt weight_scale_semantics
         ignored_layers kv_cache_scheme is_checkpoint_fp8_serialized weight_scale_method {GPTQ_KEYS}""")
-    if (held(quantization, "meta", dict) or {}).get("weight_scale_semantics") or quantization.get("weight_scale_semantics"):
-        divide = "inverse" in str(quantization.get("weight_scale_semantics") or quantization["meta"]["weight_scale_semantics"])
-    else:
-        divide = _by_gptqmodel(quantization)
-    act = Spec(FP8, (None, None)) if scheme == "static" else Spec(FP8, (1, block[1]), dynamic=True) if block else PER_TOKEN_FP8
+    last = "weight_scale_inv" if modules_with(store, "weight_scale_inv") else "weight_scale"
+    means = quantization.get("weight_scale_semantics") or (held(quantization, "meta", dict) or {}).get("weight_scale_semantics")
+    divide = last == "weight_scale_inv" and ("inverse" in str(means) if means else _by_gptqmodel(quantization))
+    act = PER_TENSOR_FP8 if scheme == "static" else Spec(FP8, (1, block[1]), dynamic=True) if block else PER_TOKEN_FP8
     if "activation_scheme" not in quantization and "weight_scale_method" in quantization:
         act = None  # GPTQModel's FP8 is weights only
-    last = "weight_scale_inv" if modules_with(store, "weight_scale_inv") else "weight_scale"
-    linears = {module: float_weight(store, module, f"{module}.{last}", act, tuple(block) if block else None,
-                                    divide=divide and last == "weight_scale_inv", input_scale=_input_scale(store, module, act))
-               for module in modules_with(store, last)}
-    _check_all_scaled(store, linears, quantization)
-    scheme = quantization.get("kv_cache_scheme")
-    if isinstance(scheme, dict):
-        return Reading(linears, *kv_of_scheme(scheme))
-    refusal = f"its kv_cache_scheme is {scheme!r}: only static is supported; choose a KV type, e.g. --kv int8"
-    return Reading(linears, "fp8" if scheme == "static" else None, refusal if scheme not in (None, "static") else None)
+    linears = _fp8_linears(store, quantization, act, last, tuple(block) if block else None, divide)
+    return Reading(linears, *(kv_of_scheme(kv) if isinstance(kv, dict) else _kv(kv, "static")))
 
 
-def read_fbgemm_fp8(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_fbgemm_fp8(store: Store, quantization: dict[str, Any]) -> Reading:
     """fbgemm_fp8: one scale per row; activations per token, whose absmax is clipped at `activation_scale_ub` first."""
     bound = quantization.get("activation_scale_ub")
     if bound is not None and bound < 1200.0:
         raise ValueError(f"fbgemm_fp8 with activation_scale_ub {bound}: clipping activations is not supported")
-    linears = {module: float_weight(store, module, f"{module}.weight_scale", PER_TOKEN_FP8)
-               for module in modules_with(store, "weight_scale")}
     spare = {}
-    for name in (f"{module}.input_scale_ub" for module in linears if store.has(f"{module}.input_scale_ub")):
+    for name in (f"{module}.input_scale_ub" for module in modules_with(store, "input_scale_ub")):
         if float(store.tensor(name).float().min()) < 1200.0:
             raise ValueError(f"{name} is {store.tensor(name).tolist()}: clipping activations there is not supported")
         spare[name] = "its bound of 1200 or more is beyond what activations reach"
     _warn_unknown("fbgemm_fp8", quantization, "activation_scale_ub modules_to_not_convert")
-    _check_all_scaled(store, linears, quantization)
-    return Reading(linears, ignored=spare)
+    return Reading(_fp8_linears(store, quantization, PER_TOKEN_FP8), ignored=spare)
 
 
-def read_modelopt(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_modelopt(store: Store, quantization: dict[str, Any]) -> Reading:
     """NVIDIA ModelOpt FP8: per tensor static, or per channel with per-token activations. KV scales under k_proj, v_proj."""
     algorithm = str(quantization.get("quant_algo") or "").upper()
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise ValueError(f"ModelOpt quant_algo {algorithm!r} is not supported; FP8 and FP8_PER_CHANNEL_PER_TOKEN are")
-    act = Spec(FP8, (None, None)) if algorithm == "FP8" else PER_TOKEN_FP8
     excluded = patterns(quantization, "ignore") or patterns(quantization, "exclude_modules")
-    linears = {}
     for module in modules_with(store, "weight_scale"):
         if _excluded(module, excluded):
             raise ValueError(f"{module} has a weight_scale although the config excludes it ({excluded})")
         if store.has(f"{module}.pre_quant_scale"):
             raise ValueError(f"{module}.pre_quant_scale: ModelOpt's AWQ scales are not supported")
-        linears[module] = float_weight(store, module, f"{module}.weight_scale", act,
-                                       input_scale=_input_scale(store, module, act))
-    _check_all_scaled(store, linears, quantization)
-    scheme, algo = quantization.get("kv_cache_scheme"), quantization.get("kv_cache_quant_algo")
-    if isinstance(scheme, dict):
-        kv, refusal = kv_of_scheme(scheme)
-    else:
-        named = str(scheme or algo or "").upper()
-        kv = "fp8" if named == "FP8" else None
-        refusal = f"its KV cache is {named}, which is not supported; choose one, e.g. --kv int8" if named and not kv else None
-    return Reading(linears, kv, refusal)
+    linears = _fp8_linears(store, quantization, PER_TENSOR_FP8 if algorithm == "FP8" else PER_TOKEN_FP8)
+    scheme = quantization.get("kv_cache_scheme")
+    named = str(scheme or quantization.get("kv_cache_quant_algo") or "").upper() or None
+    return Reading(linears, *(kv_of_scheme(scheme) if isinstance(scheme, dict) else _kv(named, "FP8")))
 
 
-def read_quark(store: AnyStore, quantization: dict[str, Any]) -> Reading:
+def read_quark(store: Store, quantization: dict[str, Any]) -> Reading:
     """AMD Quark FP8 e4m3 (OCP encoding), per tensor or per channel; KV scales are the outputs of k_proj and v_proj."""
     whole = held(quantization, "global_quant_config", dict) or {}
     weight, inputs = (held(whole, key, dict, where="config.json: global_quant_config") for key in ("weight", "input_tensors"))
     weight = weight or {}
-    kinds = {weight.get("dtype"), (inputs or {}).get("dtype", weight.get("dtype"))}
+    kinds = {weight.get("dtype"), (inputs or weight).get("dtype", weight.get("dtype"))}
     if kinds != {"fp8_e4m3"} or weight.get("qscheme") not in ("per_tensor", "per_channel"):
         raise ValueError(f"Quark with weight {weight}, input {inputs} is not supported: fp8_e4m3 per tensor or channel is")
-    dynamic = bool((inputs or {}).get("is_dynamic"))
-    act = None if inputs is None else PER_TOKEN_FP8 if dynamic else Spec(FP8, (None, None))
+    act = None if inputs is None else PER_TOKEN_FP8 if inputs.get("is_dynamic") else PER_TENSOR_FP8
     if whole.get("output_tensors") or whole.get("bias") or quantization.get("softmax_quant_spec"):
         raise ValueError("Quark with quantized outputs, biases or softmax is not supported: weights and inputs are")
-    outputs: list[Any] = []
     layers = held(quantization, "layer_quant_config", dict) or {}
     for pattern in layers:
         layer = held(layers, pattern, dict, where="config.json: layer_quant_config") or {}
@@ -383,16 +339,17 @@ def read_quark(store: AnyStore, quantization: dict[str, Any]) -> Reading:
         if differs or layer.get("bias") or (layer.get("output_tensors") and not re.search("[kv]_proj", pattern)):
             raise ValueError(f"Quark's layer_quant_config {pattern!r} differs from the rest in {differs or 'its outputs'}, "
                              "which is not supported")
-        outputs += [layer["output_tensors"]] if layer.get("output_tensors") else []
-    outputs += [layer["output_tensors"] for layer in (held(quantization, "kv_cache_quant_config", dict) or {}).values()
-                if layer.get("output_tensors")]
-    if wrong := [spec for spec in outputs if (spec.get("dtype"), spec.get("qscheme")) != ("fp8_e4m3", "per_tensor")]:
-        refusal = f"its KV cache is {wrong[0].get('dtype')} {wrong[0].get('qscheme')}: choose one, e.g. --kv int8"
-    linears = {module: float_weight(store, module, f"{module}.weight_scale", act, input_scale=_input_scale(store, module, act))
-               for module in modules_with(store, "weight_scale")}
-    _check_all_scaled(store, linears, quantization)
-    kv = "fp8" if (outputs or (held(quantization, "export", dict) or {}).get("kv_cache_group")) and not wrong else None
-    return Reading(linears, kv, refusal if wrong else None)
+    caches = (layers, held(quantization, "kv_cache_quant_config", dict) or {})
+    outputs = {(spec.get("dtype"), spec.get("qscheme")) for cache in caches for layer in cache.values()
+               if layer and (spec := layer.get("output_tensors"))}
+    if not outputs and (held(quantization, "export", dict) or {}).get("kv_cache_group"):
+        outputs = {QUARK_KV}
+    named = next((" ".join(map(str, kind)) for kind in outputs if kind != QUARK_KV), None)
+    return Reading(_fp8_linears(store, quantization, act), *(_kv(named, "") if named else ("fp8" if outputs else None, None)))
+
+
+QUARK_KV = ("fp8_e4m3", "per_tensor")
+PER_TENSOR_FP8 = Spec(FP8, (None, None))
 
 
 def _essence(spec: dict[str, Any] | None) -> Any:
@@ -401,17 +358,17 @@ def _essence(spec: dict[str, Any] | None) -> Any:
     return None if spec is None else tuple(spec.get(key) or None for key in keys)
 
 
-def _input_scale(store: AnyStore, module: str, act: Spec | None) -> str | None:
-    """The static activation scale's name; also one that a dynamic scheme leaves unused is part of the linear."""
-    name = f"{module}.input_scale"
-    if store.has(name):
-        return name
-    if act is not None and not act.dynamic:
-        raise ValueError(f"{module} has static activations but no input_scale")
-    return None
+def _kv(named: Any, fp8: str) -> tuple[str | None, str | None]:
+    """(KV key, why not) of a cache that a config names; fp8: the name of what can be had."""
+    refusal = f"its KV cache is {named}, which is not supported; choose one, e.g. --kv int8"
+    return "fp8" if named == fp8 else None, refusal if named not in (None, fp8) else None
 
 
-def _check_all_scaled(store: AnyStore, linears: dict[str, LinearSource], quantization: dict[str, Any]) -> None:
+def _fp8_linears(store: Store, quantization: dict[str, Any], act: Spec | None, last: str = "weight_scale",
+                 block: tuple[int, int] | None = None, divide: bool = False) -> dict[str, LinearSource]:
+    """Of every module that has a scale named `last`. Warns of linears without one that the config does not exclude."""
+    scaled = modules_with(store, last)
+    linears = {module: float_weight(store, module, last, act, block, divide, spare=True) for module in scaled}
     skipped = [pattern for key in ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules", "exclude")
                for pattern in patterns(quantization, key)]
     plain = []
@@ -426,6 +383,7 @@ def _check_all_scaled(store: AnyStore, linears: dict[str, LinearSource], quantiz
     if plain and linears:
         warnings.warn(f"{len(plain)} linears have 16 bits though the config excludes them nowhere (e.g. {plain[0]}): "
                       "they run in 16 bits", stacklevel=2)
+    return linears
 
 
 def _excluded(module: str, patterns: list[str]) -> bool:
@@ -453,6 +411,11 @@ def _group_size(quantization: dict[str, Any]) -> int | None:
     if size != -1 and (not isinstance(size, int) or size <= 0):
         raise ValueError(f"group size {size!r} is not supported (-1, or a positive number)")
     return None if size == -1 else size
+
+
+def _groups(size: int | None, k: int) -> tuple[int | None, int]:
+    """(input channels per scale, None for all; how many scales a row has)"""
+    return (None, 1) if size is None or size >= k else (size, -(-k // size))
 
 
 def _one(config: dict[str, Any], names: tuple[str, ...], default: Any) -> Any:

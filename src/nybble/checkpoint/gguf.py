@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.checkpoint.store import MissingTensor
+from nybble.checkpoint.store import Place, Store
 from nybble.text.errors import BrokenFile
 from nybble.text.gguf import GGUF, TensorInfo, read_gguf
 
@@ -37,46 +38,23 @@ PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml type ->
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-class GGUFStore:
-    """The same surface as `store.Store`. Raises BrokenFile for a file cut short, ValueError for what it cannot read."""
+def open_gguf(path: Path) -> tuple[dict[str, Any], Store]:
+    """Its config and its tensors. Raises BrokenFile for a file cut short, ValueError for what cannot be read."""
+    file, size = read_gguf(path), path.stat().st_size
+    for info in file.tensors.values():
+        if info.offset + _bytes(info) > size:
+            raise BrokenFile(path, f"it ends before tensor {info.name!r} does")
+    infos = {_hf_name(info.name, path): info for info in file.tensors.values() if info.name != ROPE_FACTORS}
+    config, data = synthesize_config(file), np.memmap(path, np.uint8, "r")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = read_gguf(path)
-        self._names: dict[str, TensorInfo] = {}
-        size = path.stat().st_size
-        for info in self.file.tensors.values():
-            if info.offset + _bytes(info) > size:
-                raise BrokenFile(path, f"it ends before tensor {info.name!r} does")
-            if info.name != ROPE_FACTORS:
-                self._names[_hf_name(info.name, path)] = info
-        self.config = synthesize_config(self.file)
-        self._data = np.memmap(path, np.uint8, "r")
-
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def has(self, name: str) -> bool:
-        return name in self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._at(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return PLAIN.get(self._at(name).kind, torch.float32)
-
-    def tensor(self, name: str) -> Tensor:
-        info = self._at(name)
-        values = decode(self._data, info)
-        if self.file.metadata["general.architecture"] == "llama" and (which := re.search(r"\.(q|k)_proj\.", name)):
-            heads = self.config["num_attention_heads" if which[1] == "q" else "num_key_value_heads"]
-            values = _half_split(values, heads)
+    def read(name: str, info: TensorInfo) -> Tensor:
+        values = decode(data, info)
+        if config["model_type"] == "llama" and (which := re.search(r"\.(q|k)_proj\.", name)):
+            values = _half_split(values, config["num_attention_heads" if which[1] == "q" else "num_key_value_heads"])
         return values
 
-    def _at(self, name: str) -> TensorInfo:
-        if name not in self._names:
-            raise MissingTensor(f"{self.path} has no tensor for {name!r}")
-        return self._names[name]
+    return config, Store(path, {name: Place(info.shape, PLAIN.get(info.kind, torch.float32), "", partial(read, name, info))
+                                for name, info in infos.items()})
 
 
 def decode(data: np.ndarray, info: TensorInfo) -> Tensor:

@@ -6,7 +6,6 @@ a scale (zero, negative, NaN) is an error when it is asked for.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nybble.checkpoint.reading import AnyStore
-from nybble.text.errors import BrokenFile, held
+from nybble.checkpoint.store import Store
+from nybble.text.errors import BrokenFile, held, read_json
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 # (end of the tensor's name, what it is), first match wins. "kv": one scale for both. "q": for 8-bit attention arithmetic only.
@@ -45,7 +44,7 @@ def role_of(name: str) -> str | None:
 Scale = float | Tensor  # one for all heads, or float32 [kv_heads]
 
 
-def read_scales(path: Path, store: AnyStore, heads: int | None, factor: float = 1.0) -> dict[int, dict[str, Scale]]:
+def read_scales(path: Path, store: Store, heads: int | None, factor: float = 1.0) -> dict[int, dict[str, Scale]]:
     """{layer: {"k": scale, "v": scale}} with what there is. heads: of K and V (None: not known).
 
     Raises ValueError for affine KV, which nothing here can serve, and for scales of another shape."""
@@ -98,7 +97,7 @@ def _side_file(path: Path) -> dict[int, float]:
     if not file.is_file():
         return {}
     try:
-        ranks = json.loads(file.read_text(encoding="utf-8"))["kv_cache"]["scaling_factor"]
+        ranks = read_json(file)["kv_cache"]["scaling_factor"]
         merged: dict[int, float] = {}
         for layers in ranks.values():
             for layer, scale in layers.items():

@@ -8,16 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nybble.checkpoint.gguf import GGUFStore
 from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, FP8_E5M2, INT4, INT8, PER_TOKEN_INT8, UINT4, Num, Scheme, Spec, scheme_of
-
-AnyStore = Store | GGUFStore
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,46 @@ class LinearSource:
 @dataclass(frozen=True)
 class Reading:
     """linears: by module name. kv: what the checkpoint's KV cache wants, a key of formats.spec.KV, or None. kv_refusal: why the
-    KV type it asks for cannot be had. ignored: tensors that are rightly left unread, with the reason."""
+    KV type it asks for cannot be had. ignored: tensors that are rightly left unread, with the reason.
+    hadamard: see `Checkpoint.hadamard`."""
 
     linears: dict[str, LinearSource] = field(default_factory=dict)
     kv: str | None = None
     kv_refusal: str | None = None
     ignored: dict[str, str] = field(default_factory=dict)
+    hadamard: int = 0
 
 
-def modules_with(store: AnyStore, *suffixes: str) -> list[str]:
+class Part(NamedTuple):
+    """The tensors of one module."""
+
+    store: Store
+    module: str
+
+    def has(self, last: str) -> bool:
+        return self.store.has(f"{self.module}.{last}")
+
+    def shape(self, last: str) -> tuple[int, ...]:
+        return self.store.shape(f"{self.module}.{last}")
+
+    def dtype(self, last: str) -> torch.dtype | None:
+        return self.store.dtype(f"{self.module}.{last}")
+
+    def tensor(self, last: str) -> Tensor:
+        return self.store.tensor(f"{self.module}.{last}")
+
+    def scale(self, last: str, rows: int | None = None, columns: int | None = None) -> Tensor:
+        """float32, of a matrix perhaps only the first rows and columns. Raises ValueError for NaN and infinity."""
+        values = self.tensor(last).float()
+        values = values if rows is None else values[:rows]
+        return check_scale(values if columns is None else values[:, :columns], f"{self.module}.{last}")
+
+    def names(self, *lasts: str) -> tuple[str, ...]:
+        """In full, of those that there are."""
+        return tuple(f"{self.module}.{last}" for last in lasts if self.has(last))
+
+
+def modules_with(store: Store, *suffixes: str) -> list[str]:
     """Modules that own a tensor of one of these names, in file order."""
     ends = tuple("." + suffix for suffix in suffixes)
     found = (name.rsplit(".", 1)[0] for name in store.names() if name.endswith(ends))
@@ -72,15 +101,17 @@ def from_unsigned(codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, 
                    None if zero is None else (zero.float() - shift).contiguous(), order=None if order is None else order.long())
 
 
-def float_weight(store: AnyStore, module: str, scale_name: str, act: Spec | None, block: tuple[int, int] | None = None,
-                 divide: bool = False, input_scale: str | None = None) -> LinearSource:
+def float_weight(store: Store, module: str, last: str, act: Spec | None, block: tuple[int, int] | None = None,
+                 divide: bool = False, spare: bool = False) -> LinearSource:
     """An FP8 weight `module.weight` with its scale tensor: one for all ([], [1], [1, 1]), one per row ([N], [N, 1]) or one per
-    block. divide: the stored scale is a divisor. Raises ValueError when the two do not belong together."""
-    weight = f"{module}.weight"
-    shape, dtype, found = store.shape(weight), store.dtype(weight), store.shape(scale_name)
+    block. last: the scale's name in the module. divide: it is a divisor. spare: an input_scale that dynamic activations do not
+    use is part of the linear, too. Raises ValueError when weight and scale do not belong together, or a static activation
+    scale is missing."""
+    part = Part(store, module)
+    shape, dtype, found = part.shape("weight"), part.dtype("weight"), part.shape(last)
     nums = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8_E5M2}
     if dtype not in nums or len(shape) != 2:
-        raise ValueError(f"{weight} is {dtype} {list(shape)}, not an FP8 matrix as its scale {scale_name} says")
+        raise ValueError(f"{module}.weight is {dtype} {list(shape)}, not an FP8 matrix as its scale {last} says")
     n, k = shape
     blocks = None if block is None else (-(-n // block[0]), -(-k // block[1]))
     if blocks is not None and found == blocks:
@@ -90,15 +121,17 @@ def float_weight(store: AnyStore, module: str, scale_name: str, act: Spec | None
     elif found in ((n,), (n, 1)):
         tile, as_shape = (1, None), (n, 1)
     else:
-        raise ValueError(f"{scale_name} has shape {list(found)}, which fits no scale of {weight} {list(shape)}")
+        raise ValueError(f"{module}.{last} has shape {list(found)}, which fits no scale of {module}.weight {list(shape)}")
+    if act is not None and not act.dynamic and not part.has("input_scale"):
+        raise ValueError(f"{module} has static activations but no input_scale")
 
     def read() -> QTensor:
-        scale = store.tensor(scale_name).float().reshape(as_shape)
-        return QTensor(spec, store.tensor(weight), check_scale(1 / scale if divide else scale, scale_name))
+        scale = part.tensor(last).float().reshape(as_shape)
+        return QTensor(spec, part.tensor("weight"), check_scale(1 / scale if divide else scale, f"{module}.{last}"))
 
     spec = Spec(nums[dtype], tile)
-    names = (weight, scale_name, *([input_scale] if input_scale else []))
-    return LinearSource((n, k), scheme_of(spec, act), names, read, input_scale)
+    used = part.names("input_scale") if spare or (act is not None and not act.dynamic) else ()
+    return LinearSource((n, k), scheme_of(spec, act), part.names("weight", last) + used, read, *used)
 
 
 def with_int8_activations(sources: dict[str, LinearSource]) -> dict[str, LinearSource]:

@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,12 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nybble.checkpoint.checkpoint import Checkpoint
+from nybble.checkpoint.compressed import TURNED, transform_config
 from nybble.checkpoint.kv import role_of
 from nybble.checkpoint.store import INDEX
 from nybble.checkpoint.writers import WRITERS
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, Scheme
 from nybble.text import load_tokenizer
+from nybble.text.errors import write_json
 from nybble.text.gguf import find_gguf
 
 SHARD_BYTES = 5_000_000_000
@@ -45,12 +47,14 @@ STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "k
 def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor | QTensor]],
                      schemes: Mapping[str, Scheme], kv: str | None, source: Checkpoint, recipe: Mapping[str, Any],
                      shard_bytes: int = SHARD_BYTES, format: str = "compressed-tensors", kv_format: str | None = None,
-                     wide: bool = False) -> None:
+                     wide: bool = False, hadamard: int = 0) -> None:
     """out: a directory, replaced if Nybble wrote it. config: of the source. tensors: (parameter name, value), any order;
     quantized linears as `QTensor` whose scales the model's dtype can hold (wide: or float32, where the format can); FP8 KV
     scales as "...self_attn.k_scale", "...v_scale", one number or one per head. schemes: by linear module, for what its
     activations are. kv: key of `formats.spec.KV` to serve with. recipe: how it was made, for the record. format: a key of
     `writers.WRITERS`. kv_format: "tgi" writes KV scales as `kv_scale` (the larger of the two) and `kv_cache_torch_dtype`.
+    hadamard: as `Checkpoint.hadamard`; written under a model_type of its own, because others may pass over a transform_config
+    without a word.
 
     Raises FileExistsError for a directory that is not ours, ValueError for what the format cannot say, and leaves nothing
     behind then.
@@ -61,14 +65,11 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
         raise ValueError(f"KV cache {kv!r} is not known; {', '.join(KV)} are")
     if format not in WRITERS or kv_format not in (None, "tgi"):
         raise ValueError(f"format {kv_format or format!r} is not written; {', '.join(WRITERS)} are, and KV scales as tgi")
+    if hadamard and (format != "compressed-tensors" or kv_format):
+        raise ValueError(f"{kv_format or format} cannot say that down_proj's inputs are turned at run time, without which "
+                         "these weights are useless: quantize without online_hadamard")
     writer = WRITERS[format]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(out)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".nybble", dir=out.parent))
-    partial, lock = aside / "new", None
-    try:
-        lock = lock_file(aside / "lock")
-        partial.mkdir()
+    with staged(out) as partial:
         dtype = source.dtype
         described, plain, scales, pending = {}, [], {}, {}
         shards = _Shards(partial, shard_bytes)
@@ -109,6 +110,9 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
         scheme = _kv_scheme(kv, scales, config)
         if described or not pending:
             written["quantization_config"] = writer.block(described, plain)
+        if hadamard:
+            written["quantization_config"]["transform_config"] = transform_config(hadamard)
+            written["model_type"] = str(config.get("model_type")).removesuffix(TURNED) + TURNED
         if pending:
             written["kv_cache_torch_dtype"] = "float8_e4m3fn"
         elif format == "compressed-tensors":
@@ -117,11 +121,23 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
             raise ValueError(f"{format} has no place for KV scales: write them as TGI does (--kv-format tgi), or choose "
                              "compressed-tensors")
         written["nybble"] = {"kv_cache": kv, "recipe": dict(recipe)}
-        _write_json(partial / "config.json", written)
+        write_json(partial / "config.json", written)
         if format == "gptq":  # where AutoGPTQ looks
-            _write_json(partial / "quantize_config.json", written["quantization_config"])
+            write_json(partial / "quantize_config.json", written["quantization_config"])
         _carry_text(source.path, partial)
-        replace_directory(partial, out, aside / "old")
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """A directory that takes the place of `out` when the block ends well, and is gone otherwise."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(out)
+    aside, lock = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".nybble", dir=out.parent)), None
+    try:
+        lock = lock_file(aside / "lock")
+        (aside / "new").mkdir()
+        yield aside / "new"
+        replace_directory(aside / "new", out, aside / "old")
     finally:
         if lock is not None:
             lock.close()
@@ -152,7 +168,7 @@ class _Shards:
         self.files: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if name in self.waiting or any(name in names for names in self.files):
             raise ValueError(f"tensor {name!r} was given twice")
         if self.waiting and self.size + size > self.limit:
@@ -173,16 +189,15 @@ class _Shards:
             file = f"model-{i + 1:05}-of-{count:05}.safetensors"
             (self.folder / f"{i}.tmp").rename(self.folder / file)
             where |= dict.fromkeys(names, file)
-        _write_json(self.folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": where})
+        write_json(self.folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": where})
 
     def _flush(self) -> None:
-        # A view of a larger storage (a memory-mapped source, tied weights) would be refused or written twice: copy it.
-        own = {name: t.clone() if t.untyped_storage().nbytes() != t.numel() * t.element_size() else t
-               for name, t in self.waiting.items()}
+        # A view of a larger storage, or of one that is here already (tied weights), would be refused or written twice: copy it.
+        own: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, tensor in own.items():
-            if tensor.data_ptr() in seen and tensor.numel():
-                own[name] = tensor.clone()
+        for name, tensor in self.waiting.items():
+            shared = tensor.untyped_storage().nbytes() != tensor.nbytes or (tensor.data_ptr() in seen and tensor.numel())
+            own[name] = tensor.clone() if shared else tensor
             seen.add(own[name].data_ptr())
         save_file(own, str(self.folder / f"{len(self.files)}.tmp"), metadata={"format": "pt"})
         self.files.append(list(self.waiting))
@@ -275,7 +290,3 @@ def lock_file(path: Path) -> TextIO | None:
         file.close()
         return None
     return file
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

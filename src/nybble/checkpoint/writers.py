@@ -33,10 +33,6 @@ class Writer:
     block: Callable[[dict[str, Described], list[str]], dict[str, Any]]
 
 
-def _compressed(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
-    return encode_linear(module, q, described[0], dtype, wide)
-
-
 # ---- GPTQ and AWQ: weight-only, scales in half precision
 
 
@@ -186,7 +182,7 @@ def _qqq_block(described: dict[str, Described], plain: list[str]) -> dict[str, A
 
 
 WRITERS = {
-    "compressed-tensors": Writer(describe_linear, _compressed, config_groups),
+    "compressed-tensors": Writer(describe_linear, encode_linear, config_groups),
     "qqq": Writer(_qqq_describe, _qqq_encode, _qqq_block),
     "gptq": Writer(_gptq_describe, _gptq_encode, _gptq_block),
     "awq": Writer(_awq_describe, _awq_encode, _awq_block),

@@ -32,9 +32,9 @@ def width_buckets(max_blocks: int) -> list[int]:
 
 
 def token_buckets(max_tokens: int) -> list[int]:
-    """Tokens of a mixed step: 32, 64, then steps of 64 to 512, of 128 to 1024, of 256 above. Linears work in tiles of 64 and
+    """Tokens of a mixed step: 32, 64, then steps of 64 to 512, of 128 to 2048, of 256 above. Linears work in tiles of 64 and
     128 tokens, so that padding costs little."""
-    buckets = (32, 64, *range(128, 513, 64), *range(640, 1025, 128), *range(1280, max_tokens, 256))
+    buckets = (32, 64, *range(128, 513, 64), *range(640, 2049, 128), *range(2304, max_tokens, 256))
     return [*(b for b in buckets if b < max_tokens), max_tokens]
 
 

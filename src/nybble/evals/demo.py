@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
 from nybble.evals.evaluate import comparison, evaluate
+from nybble.evals.likelihood import Progress
 from nybble.quantize import Recipe, quantize_checkpoint
 
-Progress = Callable[[str, float], None]
 WINDOW = 1024
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nybble.evals.likelihood import open_subject
-from nybble.evals.perplexity import Divergence, Perplexity, Trace, subject_perplexity
+from nybble.evals.likelihood import Progress, open_subject
+from nybble.evals.perplexity import Divergence, Perplexity, Trace, perplexity
 from nybble.evals.tasks import TASKS, TaskResult, answer_task, read_task, score_task
 from nybble.hardware import pick_device
 from nybble.text import read_text
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,11 @@ class Delta:
     p: float | None
     items: int
 
+    @property
+    def better(self) -> bool:
+        """By more than chance explains."""
+        return self.high < 0 if self.metric == "nll" else self.low > 0
+
 
 def evaluate(
     path: str | Path, tasks: Sequence[str], data: str | Path = ".", kv: str = "auto", window: int = 2048,
@@ -97,10 +100,7 @@ def evaluate(
         raise ValueError(f"tasks = {list(tasks)}: wants one or more of ppl:FILE, {', '.join(TASKS)}")
     items = {}
     for name, rest in asked:
-        if name == "ppl":
-            read_text(rest)
-        else:
-            items[name, rest] = read_task(name, rest, Path(data), shots, limit)
+        items[name, rest] = read_text(rest) if name == "ppl" else read_task(name, rest, Path(data), shots, limit)
     subject = open_subject(path, kv, device, progress, activations)
     scheme, kv_name, kind = subject.checkpoint.scheme_name, subject.kv_name, subject.model.device.type
     results: dict[tuple[str, str], TaskResult] = {}
@@ -109,11 +109,14 @@ def evaluate(
         if name == "ppl":
             label = f"ppl:{Path(rest).name}"
             other = against.traces.get(label) if against is not None else None
-            found = subject_perplexity(subject, rest, window, max_windows, progress, other, keep)
+            found = perplexity(subject.model, subject.encode(items[name, rest]), window, subject.kv, max_windows, progress,
+                               subject.kv_scales, other, keep)
             results[name, rest] = TaskResult(label, "nll", {"nll": found.window_nll}, found.seconds,
                                              _windows(found, window, subject.model.config.max_position))
-            divergences |= {label: found.divergence} if found.divergence is not None else {}
-            traces |= {label: found.trace} if found.trace is not None else {}
+            if found.divergence is not None:
+                divergences[label] = found.divergence
+            if found.trace is not None:
+                traces[label] = found.trace
         elif TASKS[name].kind != "answer":
             results[name, rest] = score_task(name, items[name, rest], subject, progress)
     del subject
@@ -153,10 +156,9 @@ def comparison(before: Evaluation, after: Evaluation) -> str:
     """Both, side by side, as text."""
     lines = [("task", "metric", before.model, after.model, "change", "95 % interval", "p", "items")]
     for d in deltas(before, after):
-        scale, unit, digits = (1, "nats/token", 4) if d.metric == "nll" else (100, "points", 1)
-        part = lambda x, scale=scale, digits=digits: f"{scale * x:+.{digits}f}"  # noqa: E731
-        lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{part(d.change)} {unit}",
-                      f"{part(d.low)} to {part(d.high)}", "" if d.p is None else f"{d.p:.3f}", str(d.items)))
+        unit = "nats/token" if d.metric == "nll" else "points"
+        lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{signed(d, d.change)} {unit}",
+                      f"{signed(d, d.low)} to {signed(d, d.high)}", "" if d.p is None else f"{d.p:.3f}", str(d.items)))
     text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines) + _notes(after)]
     text += [f"{name}: KL({before.model} || {after.model}) {d.kl_mean:.5f} nats mean, {d.kl_99:.4f} at the 99th percentile; "
              f"same token first in {d.top1_agreement:.2%} of {d.tokens:,}" for name, d in after.divergences.items()]
@@ -202,6 +204,11 @@ def changed(x: Sequence[float], y: Sequence[float]) -> tuple[int, int]:
 def shown(metric: str, value: float) -> tuple[str, str]:
     """(name, value) as people read them."""
     return ("perplexity", f"{value:.3f}") if metric == "nll" else (metric, f"{value:.1%}")
+
+
+def signed(delta: Delta, value: float, digits: int = 4) -> str:
+    """One of a delta's differences: nats, or points of a hundred."""
+    return f"{value:+.{digits}f}" if delta.metric == "nll" else f"{100 * value:+.1f}"
 
 
 def table(lines: Sequence[tuple[str, ...]]) -> str:

@@ -6,7 +6,6 @@ came from, brought into the same basis first (a rotation is made again from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +14,14 @@ from torch import Tensor
 
 from nybble.checkpoint import Checkpoint
 from nybble.engine.kvcache import bytes_per_token
-from nybble.evals.likelihood import Subject
+from nybble.evals.likelihood import Progress, Subject, tracked
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import scheme_of
 from nybble.models import read_config
 from nybble.models.load import Source
 from nybble.models.window import prepare_window
 from nybble.quantize.calibrate import as_seen
-from nybble.quantize.rotate import Rotated
-
-Progress = Callable[[str, float], None]
+from nybble.quantize.rotate import OnlineHadamard, Rotated
 
 
 @dataclass(frozen=True)
@@ -74,12 +71,15 @@ class Anatomy:
         return sum(f.bits * f.parameters for f in self.linears) / max(sum(f.parameters for f in self.linears), 1)
 
 
-def stored_bits(checkpoint: Checkpoint, name: str) -> tuple[float, int]:
-    """(bits, values) of a parameter as the checkpoint stores it; a GGUF that decodes to float32 counts its 16-bit type."""
-    value = checkpoint.get(name)
-    if isinstance(value, QTensor):
-        return value.bits_per_weight * value.codes.numel(), value.codes.numel()
-    return 8.0 * min(value.element_size(), checkpoint.dtype.itemsize) * value.numel(), value.numel()
+def stored_bits(value: QTensor | Tensor, checkpoint: Checkpoint) -> float:
+    """Per value, as the checkpoint stores it; a GGUF that decodes to float32 counts its 16-bit type."""
+    return value.bits_per_weight if isinstance(value, QTensor) else 8.0 * min(value.element_size(), checkpoint.dtype.itemsize)
+
+
+def sizes(checkpoint: Checkpoint) -> list[tuple[float, int]]:
+    """(bits per value, values) of every parameter."""
+    values = map(checkpoint.get, checkpoint.names())
+    return [(stored_bits(v, checkpoint), (v.codes if isinstance(v, QTensor) else v).numel()) for v in values]
 
 
 @torch.inference_mode()
@@ -89,6 +89,8 @@ def examine(subject: Subject, token_ids: list[int], source: Checkpoint | None, p
     recipe: dict[str, Any] = dict((checkpoint.config.get("nybble") or {}).get("recipe") or {})
     notes: list[str] = []
     basis = None if source is None else _basis(source, recipe, model.device, notes)
+    if basis is not None and checkpoint.hadamard:
+        basis = OnlineHadamard(basis, checkpoint.hadamard)
     layers = config.num_layers if source is None else read_config(source.config).num_layers
     if source is not None and layers != config.num_layers:
         raise ValueError(f"{source.path} has {layers} layers, {subject.path} has {config.num_layers}: it was not made from it")
@@ -107,31 +109,24 @@ def examine(subject: Subject, token_ids: list[int], source: Checkpoint | None, p
                 original = _rescaled(original, weight)
             weight_error = _share(original - weight, original) ** 0.5
             right = x.float() @ original.t()
-            output_error = _share(right - as_seen(x, act) @ weight.t(), right)
+            output_error = _share(right - as_seen(x, act, checkpoint.act_scale(f"{name}.weight")) @ weight.t(), right)
         channels = x.float().abs().amax(0)
-        quantized = isinstance(stored, QTensor)
-        scheme = scheme_of(stored.spec if quantized else None, act).name
-        linears.append(LinearFacts(
-            int(name.split(".")[2]), name.rpartition(".")[2], scheme, weight.numel(),
-            stored.bits_per_weight if quantized else 8.0 * min(stored.element_size(), checkpoint.dtype.itemsize),
-            weight_error, output_error, float(channels.max() / channels.median().clamp_min(1e-9)),
-        ))
+        scheme = scheme_of(stored.spec if isinstance(stored, QTensor) else None, act).name
+        outlier = float(channels.max() / channels.median().clamp_min(1e-9))
+        linears.append(LinearFacts(int(name.split(".")[2]), name.rpartition(".")[2], scheme, weight.numel(),
+                                   stored_bits(stored, checkpoint), weight_error, output_error, outlier))
 
     x, residual = model.embedding(step.token_ids), None
-    for index, (layer, layer_kv) in enumerate(zip(model.layers, kv)):
-        if progress is not None:
-            progress("examining", index / config.num_layers)
+    for index, (layer, layer_kv) in enumerate(tracked(list(zip(model.layers, kv)), "examining", progress)):
         x, residual = layer(x, residual, layer_kv, step, observe)
         for which, store in (("K", layer_kv.k), ("V", layer_kv.v)):
             channels = store.float().transpose(1, 2).flatten(0, 1)[: len(token_ids)].abs().amax(0)  # [heads, D]
             ratio = channels.amax(-1) / channels.median(-1).values.clamp_min(1e-9)
             cache.append(CacheFacts(index, which, tuple(channels.amax(-1).tolist()), tuple(ratio.tolist())))
-    if progress is not None:
-        progress("examining", 1.0)
     in_linears = sum(f.bits * f.parameters for f in linears) / 8
-    sizes = [stored_bits(checkpoint, name) for name in checkpoint.names()]
-    before = [stored_bits(source, name) for name in source.names()] if source is not None else [(16.0 * n, n) for _, n in sizes]
-    now, then = (sum(bits for bits, _ in some) / 8 for some in (sizes, before))
+    own = sizes(checkpoint)
+    before = sizes(source) if source is not None else [(16.0, n) for _, n in own]
+    now, then = (sum(bits * n for bits, n in some) / 8 for some in (own, before))
     return Anatomy(
         tuple(linears), tuple(cache), in_linears, now - in_linears, then,
         bytes_per_token(config, subject.kv_name), bytes_per_token(config, "bf16"), recipe, tuple(notes),

@@ -6,10 +6,11 @@ share a step. Requests whose input is the same (four letters after one question)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,24 @@ from nybble.checkpoint import Checkpoint, open_checkpoint
 from nybble.hardware import pick_device
 from nybble.kernels.types import Step
 from nybble.models import Decoder, load_model, turn_keys
+from nybble.models.load import Progress
 from nybble.models.window import BLOCK_SIZE, FLOAT_KV, scratch_kv
 from nybble.text import Tokenizer, load_tokenizer
 
-Progress = Callable[[str, float], None]
 Ids = Sequence[int]
+T = TypeVar("T")
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 LOGIT_ROWS = 512
+
+
+def tracked(items: Sequence[T], what: str, progress: Progress | None) -> Iterator[T]:
+    """The items; progress is told which share of them is done."""
+    for number, item in enumerate(items):
+        if progress is not None:
+            progress(what, number / len(items))
+        yield item
+    if progress is not None:
+        progress(what, 1.0)
 
 
 @dataclass(frozen=True)
@@ -117,9 +129,7 @@ def likelihoods(subject: Subject, pairs: Sequence[tuple[Ids, Ids]], progress: Pr
         steps[-1].append(row)
         room -= len(row)
     found = [(0.0, True)] * len(pairs)
-    for number, some in enumerate(steps):
-        if progress is not None:
-            progress(what, number / len(steps))
+    for some in tracked(steps, what, progress):
         picks: list[int] = []  # tokens whose logits are wanted, what should follow each, and who asks
         targets: list[int] = []
         owners: list[int] = []
@@ -140,6 +150,4 @@ def likelihoods(subject: Subject, pairs: Sequence[tuple[Ids, Ids]], progress: Pr
             hits.append(logits.argmax(-1) == ids)
         for index, value, hit in zip(owners, torch.cat(nats).double().tolist(), torch.cat(hits).tolist()):
             found[index] = (found[index][0] + value, found[index][1] and hit)
-    if progress is not None:
-        progress(what, 1.0)
     return found

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.evals.likelihood import Subject
+from nybble.evals.likelihood import Progress, tracked
 from nybble.models import Decoder
 from nybble.models.window import hidden_window
 from nybble.nn.embed import Head
-from nybble.text import read_text
 
-Progress = Callable[[str, float], None]
 LOGIT_ROWS = 256
 
 
@@ -70,17 +67,10 @@ class Perplexity:
 
 
 @torch.inference_mode()
-def perplexity(
-    model: Decoder,
-    token_ids: Sequence[int],
-    window: int = 2048,
-    kv: str | None = None,
-    max_windows: int | None = None,
-    progress: Progress | None = None,
-    kv_scales: Sequence[tuple[float, float] | None] | None = None,
-    against: Trace | None = None,
-    keep: bool = False,
-) -> Perplexity:
+def perplexity(model: Decoder, token_ids: Sequence[int], window: int = 2048, kv: str | None = None,
+               max_windows: int | None = None, progress: Progress | None = None,
+               kv_scales: Sequence[tuple[float, float] | None] | None = None, against: Trace | None = None,
+               keep: bool = False) -> Perplexity:
     """Perplexity of a token stream. The rest that fills no window is left out; a stream shorter than one window is one.
 
     kv: a key of `formats.spec.KV`, None for the activations' own dtype. kv_scales: per layer, for fp8 caches. against: another
@@ -97,9 +87,7 @@ def perplexity(
     if against is not None and [h.shape[0] for h in against.hidden] != [window] * count:
         raise ValueError(f"the other model's trace is not of {count} windows of {window} tokens: use the same text and window")
     started, means, kept, apart, agree = time.perf_counter(), [], [], [], []
-    for i in range(count):
-        if progress is not None:
-            progress("perplexity", i / count)
+    for i in tracked(range(count), "perplexity", progress):
         ids = torch.tensor(token_ids[i * window : (i + 1) * window])
         hidden = hidden_window(model, ids[None], kv, kv_scales)[0]
         other = None if against is None else against.hidden[i].to(hidden.device)
@@ -108,7 +96,7 @@ def perplexity(
             rows = slice(start, min(start + LOGIT_ROWS, window - 1))
             logits, wanted = model.logits(hidden[rows]), ids[1:][rows].to(hidden.device)
             nll.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
-            if against is not None and other is not None:
+            if other is not None:
                 theirs = against.head(other[rows])
                 if theirs.shape != logits.shape:
                     raise ValueError(f"vocabularies of {theirs.shape[-1]} and {logits.shape[-1]} tokens do not compare")
@@ -118,20 +106,9 @@ def perplexity(
         means.append(float(torch.cat(nll).double().mean()))
         if keep:
             kept.append(hidden.cpu())
-    if progress is not None:
-        progress("perplexity", 1.0)
     divergence = None
     if apart:
         kl, same = torch.cat(apart).numpy(), torch.cat(agree)
         divergence = Divergence(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.double().mean()), len(kl))
     trace = Trace(tuple(kept), model.head) if keep else None
     return Perplexity(tuple(means), window, kv, time.perf_counter() - started, divergence, trace)
-
-
-def subject_perplexity(
-    subject: Subject, text: str | Path, window: int = 2048, max_windows: int | None = None, progress: Progress | None = None,
-    against: Trace | None = None, keep: bool = False,
-) -> Perplexity:
-    """`perplexity` of a loaded model on a text file."""
-    token_ids = subject.encode(read_text(text))
-    return perplexity(subject.model, token_ids, window, subject.kv, max_windows, progress, subject.kv_scales, against, keep)

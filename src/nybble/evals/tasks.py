@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nybble.evals.likelihood import Subject, likelihoods
+from nybble.evals.likelihood import Progress, Subject, likelihoods
 from nybble.text import read_text
 
-Progress = Callable[[str, float], None]
 Row = dict[str, Any]
 
 
@@ -55,14 +54,15 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Task:
-    """files: patterns under the data directory. wants: where they come from, their columns. make: a row -> an item, or read:
-    (file, shots) -> items. kind: "choice", "word" (a continuation that greedy decoding should give) or "answer" (generated)."""
+    """headline: the metric that is usually quoted. wants: where the file comes from, its columns. make: a row -> an item, or
+    read: (file, shots) -> items. files: patterns under the data directory (default: NAME.jsonl). kind: "choice", "word" (a
+    continuation that greedy decoding should give) or "answer" (generated)."""
 
-    files: tuple[str, ...]
     headline: str
     wants: str
     make: Callable[[Row], Item] | None = None
     read: Callable[[Path, int], list[Item]] | None = None
+    files: tuple[str, ...] = ()
     kind: str = "choice"
 
 
@@ -114,6 +114,12 @@ def _either(row: Row) -> Item:
 def _labelled(form: str, choices: Sequence[str], labels: Sequence[str]) -> Callable[[Row], Item]:
     """SuperGLUE: a prompt made of the row's columns, and a label in words."""
     return lambda row: _choices(form.format(**row), choices, labels.index(str(row.get("label", row.get("answer"))).lower()))
+
+
+def _wic(row: Row) -> Item:
+    form = ("Sentence 1: {sentence1}\nSentence 2: {sentence2}\nQuestion: Is the word '{word}' used in the same way in the two "
+            "sentences above?\nAnswer:")
+    return _labelled(form, *NO_YES)(row | {"word": row["sentence1"][row["start1"] : row["end1"]]})
 
 
 def _lambada(row: Row) -> Item:
@@ -169,42 +175,38 @@ def _examples(path: Path, shots: int) -> Path:
 
 CHOICE = "query, choices (a list), gold (an index)"
 SCHEMA = "context_options, continuation, gold"
-SAME = "\nQuestion: Is the word '{word}' used in the same way in the two sentences above?\nAnswer:"
 NO_YES = (("no", "yes"), ("false", "true"))
 LOCAL = "llm-foundry's scripts/eval/local_data"
 ARC = f"allenai/ai2_arc or {LOCAL}: {CHOICE}, or question, choices, answerKey"
 TASKS: dict[str, Task] = {
-    "arc_easy": Task(("arc_easy.jsonl",), "acc", ARC, _question),
-    "arc_challenge": Task(("arc_challenge.jsonl",), "acc_norm", ARC, _question),
-    "piqa": Task(("piqa.jsonl",), "acc", f"PIQA validation or {LOCAL}: {CHOICE}, or goal, sol1, sol2, label", _question),
-    "hellaswag": Task(("hellaswag_val.jsonl", "hellaswag.jsonl"), "acc_norm",
-                      "rowanz/hellaswag, hellaswag_val.jsonl: activity_label, ctx_a, ctx_b, endings, label", _hellaswag),
-    "openbook_qa": Task(("openbook_qa.jsonl",), "acc_norm", f"{LOCAL}: {CHOICE}", _plain),
-    "copa": Task(("copa.jsonl",), "acc", f"{LOCAL}: {CHOICE}", _plain),
-    "agi_eval_sat_en": Task(("agi_eval_sat_en.jsonl",), "acc", f"{LOCAL}: {CHOICE}", _plain),
-    "agi_eval_lsat_rc": Task(("agi_eval_lsat_rc.jsonl",), "acc", f"{LOCAL}: {CHOICE}", _plain),
-    "winogrande": Task(("winogrande.jsonl",), "acc",
-                       f"WinoGrande XL validation or {LOCAL}: {SCHEMA}, or sentence, option1, option2, answer", _either),
-    "winograd_wsc": Task(("winograd_wsc.jsonl",), "acc", f"{LOCAL}: {SCHEMA}", _either),
-    "boolq": Task(("BoolQ/val.jsonl", "boolq.jsonl"), "acc", "SuperGLUE's BoolQ/val.jsonl: passage, question, label",
-                  _labelled("{passage}\nQuestion: {question}?\nAnswer:", *NO_YES)),
-    "wic": Task(("WiC/val.jsonl",), "acc", "SuperGLUE's WiC/val.jsonl: sentence1, sentence2, start1, end1, label",
-                lambda row: _labelled("Sentence 1: {sentence1}\nSentence 2: {sentence2}" + SAME, *NO_YES)(
-                    row | {"word": row["sentence1"][row["start1"] : row["end1"]]})),
-    "rte": Task(("RTE/val.jsonl",), "acc", "SuperGLUE's RTE/val.jsonl: premise, hypothesis, label",
-                _labelled("{premise}\nQuestion: {hypothesis} True or False?\nAnswer:", ("True", "False"),
-                          ("entailment", "not_entailment"))),
-    "cb": Task(("CB/val.jsonl",), "acc", "SuperGLUE's CB/val.jsonl: premise, hypothesis, label",
-               _labelled("{premise}\nQuestion: {hypothesis}. True, False, or Neither?\nAnswer:", ("True", "False", "Neither"),
-                         ("entailment", "contradiction", "neutral"))),
-    "lambada": Task(("lambada_openai.jsonl", "lambada.jsonl"), "acc",
-                    f"EleutherAI/lambada_openai: text; or {LOCAL}: context, continuation", _lambada, kind="word"),
-    "mmlu": Task(("mmlu/test/*_test.csv", "test/*_test.csv"), "acc", read=_exam(_mmlu_head, "Answer:"),
-                 wants="hendrycks/test: directories test and dev with SUBJECT_test.csv, SUBJECT_dev.csv"),
-    "ceval": Task(("ceval/val/*_val.csv", "val/*_val.csv"), "acc", read=_exam(_ceval_head, "答案："),
-                  wants="hkust-nlp/ceval: directories val and dev with SUBJECT_val.csv, SUBJECT_dev.csv"),
-    "gsm8k": Task(("gsm8k/test.jsonl", "gsm8k.jsonl"), "strict", read=_gsm8k, kind="answer",
-                  wants="openai/grade-school-math: test.jsonl, and train.jsonl for examples: question, answer"),
+    "arc_easy": Task("acc", ARC, _question),
+    "arc_challenge": Task("acc_norm", ARC, _question),
+    "piqa": Task("acc", f"PIQA validation or {LOCAL}: {CHOICE}, or goal, sol1, sol2, label", _question),
+    "hellaswag": Task("acc_norm", "rowanz/hellaswag, hellaswag_val.jsonl: activity_label, ctx_a, ctx_b, endings, label",
+                      _hellaswag, files=("hellaswag_val.jsonl", "hellaswag.jsonl")),
+    "openbook_qa": Task("acc_norm", f"{LOCAL}: {CHOICE}", _plain),
+    "copa": Task("acc", f"{LOCAL}: {CHOICE}", _plain),
+    "agi_eval_sat_en": Task("acc", f"{LOCAL}: {CHOICE}", _plain),
+    "agi_eval_lsat_rc": Task("acc", f"{LOCAL}: {CHOICE}", _plain),
+    "winogrande": Task("acc", f"WinoGrande XL validation or {LOCAL}: {SCHEMA}, or sentence, option1, option2, answer", _either),
+    "winograd_wsc": Task("acc", f"{LOCAL}: {SCHEMA}", _either),
+    "boolq": Task("acc", "SuperGLUE's BoolQ/val.jsonl: passage, question, label", files=("BoolQ/val.jsonl", "boolq.jsonl"),
+                  make=_labelled("{passage}\nQuestion: {question}?\nAnswer:", *NO_YES)),
+    "wic": Task("acc", "SuperGLUE's WiC/val.jsonl: sentence1, sentence2, start1, end1, label", _wic, files=("WiC/val.jsonl",)),
+    "rte": Task("acc", "SuperGLUE's RTE/val.jsonl: premise, hypothesis, label", files=("RTE/val.jsonl",),
+                make=_labelled("{premise}\nQuestion: {hypothesis} True or False?\nAnswer:", ("True", "False"),
+                               ("entailment", "not_entailment"))),
+    "cb": Task("acc", "SuperGLUE's CB/val.jsonl: premise, hypothesis, label", files=("CB/val.jsonl",),
+               make=_labelled("{premise}\nQuestion: {hypothesis}. True, False, or Neither?\nAnswer:",
+                              ("True", "False", "Neither"), ("entailment", "contradiction", "neutral"))),
+    "lambada": Task("acc", f"EleutherAI/lambada_openai: text; or {LOCAL}: context, continuation", _lambada, kind="word",
+                    files=("lambada_openai.jsonl", "lambada.jsonl")),
+    "mmlu": Task("acc", "hendrycks/test: directories test and dev with SUBJECT_test.csv, SUBJECT_dev.csv",
+                 read=_exam(_mmlu_head, "Answer:"), files=("mmlu/test/*_test.csv", "test/*_test.csv")),
+    "ceval": Task("acc", "hkust-nlp/ceval: directories val and dev with SUBJECT_val.csv, SUBJECT_dev.csv",
+                  read=_exam(_ceval_head, "答案："), files=("ceval/val/*_val.csv", "val/*_val.csv")),
+    "gsm8k": Task("strict", "openai/grade-school-math: test.jsonl, and train.jsonl for examples: question, answer",
+                  read=_gsm8k, files=("gsm8k/test.jsonl", "gsm8k.jsonl"), kind="answer"),
 }
 
 
@@ -217,10 +219,11 @@ def read_task(name: str, given: str | Path, data: Path, shots: int = 5, limit: i
     if name not in TASKS:
         raise ValueError(f"task {name!r} is not known; there are ppl:FILE, {', '.join(TASKS)}")
     task, root = TASKS[name], Path(given or data)
-    tries = [sorted(root.glob(f"{below}{pattern}")) for pattern in task.files for below in ("", "*/")]
+    patterns = task.files or (f"{name}.jsonl",)
+    tries = [sorted(root.glob(f"{below}{pattern}")) for pattern in patterns for below in ("", "*/")]
     files = [root] if root.is_file() else next((found for found in tries if found), [])
     if not files:
-        raise FileNotFoundError(f"task {name}: no {' or '.join(task.files)} in {root} or a directory in it. Wanted: "
+        raise FileNotFoundError(f"task {name}: no {' or '.join(patterns)} in {root} or a directory in it. Wanted: "
                                 f"{task.wants}. Say where with --data DIR or {name}:PATH")
     items: list[Item] = []
     for path in files:

@@ -20,13 +20,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nybble.formats.spec import KV
+from nybble.kernels.linear_triton import overlaps
 from nybble.kernels.types import LayerKV, Step
 
 LOG2_E = 1.4426950408889634
 _FLOOR = tl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that differences of two of them are 0 and not NaN
-_SIZES = ["table_width", "window", "num_splits", "stride", "first_row", "first_head", "capacity"]  # new values, no new kernel
+_SIZES = ["table_width", "window", "num_splits", "first_row", "first_head", "capacity"]  # new values, no new kernel
 
 # ---- stored numbers to numbers that multiply --------------------------------------------------------------------------
 
@@ -116,25 +118,33 @@ def _power_of_two(x):
 
 
 # ---- decode -----------------------------------------------------------------------------------------------------------
-# Splits are cut at fixed positions: two of SPLIT, seven of 2 SPLIT, then all of 4 SPLIT. Short rows get parallel work, long
-# ones few partial sums.
+# Splits are cut at fixed positions: eight of SPLIT, then four of each double of it, at last (after LEVELS doublings) all of
+# one size: short rows get parallel work, long ones few partial sums. A row's splits are summed in order in groups of LINKS,
+# and groups in halves: (0 + 4) + (2 + 6) ...
 
 
 @triton.jit
-def _split_start(index, SPLIT: tl.constexpr):
-    return SPLIT * tl.maximum(index, tl.maximum(2 * index - 2, 4 * index - 20))
+def _split_start(index, SPLIT: tl.constexpr, LEVELS: tl.constexpr):
+    start = index
+    for i in tl.static_range(1, LEVELS + 1):
+        start = tl.maximum(start, (index - 4 * i) * (1 << i))
+    return SPLIT * start
 
 
 @triton.jit
-def _splits(context, SPLIT: tl.constexpr):
-    """How many splits `context` positions touch; `_split_count` on the host."""
+def _splits(context, SPLIT: tl.constexpr, LEVELS: tl.constexpr):
+    """How many splits `context` positions touch; `split_count` on the host."""
     units = (context + SPLIT - 1) // SPLIT
-    return tl.minimum(units, tl.minimum((units + 3) // 2, (units + 23) // 4))
+    count = units
+    for i in tl.static_range(1, LEVELS + 1):
+        count = tl.minimum(count, (units + (4 * i << i) + (1 << i) - 1) >> i)
+    return count
 
 
-def _split_count(context: int, split: int) -> int:
-    units = -(-context // split)
-    return min(units, (units + 3) // 2, (units + 23) // 4)
+def split_count(context: int, tiles: Tiles) -> int:
+    """How many splits, each with a partial sum of its own, `context` positions make."""
+    units = -(-context // tiles.split)
+    return min(units + (4 * i << i) + (1 << i) - 1 >> i for i in range(tiles.levels + 1))
 
 
 @triton.jit
@@ -143,31 +153,76 @@ def _fold(x, TILE: tl.constexpr, ROWS: tl.constexpr):
     return tl.sum(tl.reshape(x, (TILE // 8, 8, ROWS)), 0)
 
 
+@triton.jit
+def _fetch(address, size):
+    """Bring `size` bytes (a multiple of 16, at a multiple of 16) of each address to L2. Needs sm_90."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+        [address.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, out_ptr, part_ptr, stat_ptr,
-            table_width, window, num_splits, stride, q_scale, v_scale,
+            table_width, window, num_splits, q_scale, v_scale,
             HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
             BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, SETS: tl.constexpr, SPLIT: tl.constexpr,
-            TILE: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr):
-    """One program: the GROUP query heads of a (row, KV head), padded to ROWS, and every stride-th split of its positions. SETS
-    parameters per head and token. DIRECT (stride 1) writes the result, else each split leaves its sums for `_combine`.
-    Positions past an end are clamped, not masked: they repeat a row that is there and get weight 0."""
+            LEVELS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr,
+            PDL: tl.constexpr, FETCH: tl.constexpr):
+    """One program: the GROUP query heads of a (row, KV head), padded to ROWS, and some consecutive splits of its positions.
+    SETS parameters per head and token. DIRECT (all splits) writes the result, else each split leaves its sums for `_combine`.
+    Positions past an end are clamped, not masked: they repeat a row that is there and get weight 0. With PDL what happens
+    before the wait may read only what is older than the kernel before this one: contexts, tables, earlier tokens (to L2)."""
     INTEGER: tl.constexpr = KIND == "int8" or KIND == "int4"
     PLANES: tl.constexpr = DIM // UNITS
     PER_SET: tl.constexpr = PLANES // SETS
     P_FACTOR: tl.constexpr = 64.0 if KIND == "int8" else (4.0 if KIND == "int4" else 1.0)
     # P_FACTOR: probabilities carry scale_v, at most 131008 / levels; this uses fp16's range and cannot leave it.
     dtype: tl.constexpr = k_ptr.dtype.element_ty if KIND == "copy" else tl.float16
+    SCALAR: tl.constexpr = BLOCK_SIZE % TILE == 0  # a tile inside one block needs one table entry, else one a position
     head = tl.program_id(0)
     row = tl.program_id(1)
     context = tl.load(context_ptr + row)
+    column = tl.arange(0, TILE)
+    table = table_ptr + row.to(tl.int64) * table_width
     seen = tl.maximum(context - window, 0)
+    last = tl.maximum(context - 1, 0)
+    # Splits of this program: those that start in its share of the positions. The last splits start first.
+    sharers = tl.num_programs(2)
+    share = sharers - 1 - tl.program_id(2)
+    split = _splits(seen + 1, SPLIT, LEVELS) - 1
+    if share > 0:
+        split = _splits(seen + (context - seen) * share // sharers, SPLIT, LEVELS)
+    end = _splits(seen + (context - seen) * (share + 1) // sharers, SPLIT, LEVELS)
+    stop = tl.minimum(context, _split_start(end, SPLIT, LEVELS))
+    start = tl.maximum(_split_start(split, SPLIT, LEVELS), seen // TILE * TILE)
+    split_stop = tl.minimum(stop, _split_start(split + 1, SPLIT, LEVELS))
+    if SCALAR:
+        block = tl.load(table + tl.minimum(start, last) // BLOCK_SIZE)  # read one tile ahead
+    else:
+        block = tl.load(table + tl.minimum(tl.maximum(start + column, seen), last) // BLOCK_SIZE)
+    if PDL:
+        if FETCH > 0:  # the first blocks, while the kernel before this one still runs
+            from_ = start // BLOCK_SIZE * BLOCK_SIZE + tl.arange(0, FETCH) * BLOCK_SIZE
+            ahead = tl.load(table + tl.minimum(from_, last) // BLOCK_SIZE).to(tl.int64) * HEADS + head
+            begin = tl.maximum(from_, start)
+            length = tl.minimum(stop, from_ + BLOCK_SIZE) - begin
+            first_token = (ahead * BLOCK_SIZE + (begin - from_)) * UNITS
+            BYTES: tl.constexpr = UNITS * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            if BYTES % 16 == 0:
+                _fetch(k_ptr + first_token, length * BYTES)
+                _fetch(v_ptr + first_token, length * BYTES)
+            if INTEGER and BLOCK_SIZE % 4 == 0:
+                length = tl.where(length > 0, BLOCK_SIZE * SETS * 4, 0)
+                _fetch(k_params_ptr + ahead * (BLOCK_SIZE * SETS), length)
+                _fetch(v_params_ptr + ahead * (BLOCK_SIZE * SETS), length)
+        gdc_wait()
+        if not DIRECT:  # to `_combine`; what follows a DIRECT one would take room from programs of its successor
+            gdc_launch_dependents()
     member = tl.arange(0, ROWS)
     real = member < GROUP
     query = (row * HEADS + head).to(tl.int64) * GROUP + member
     unit = tl.arange(0, LANES)
     in_units = unit < UNITS
-    column = tl.arange(0, TILE)
     zeros = tl.zeros((LANES, ROWS), tl.float32)
     zero = tl.zeros((ROWS,), tl.float32)
 
@@ -199,134 +254,148 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
         offsets = offsets + (tl.zeros((TILE, ROWS), tl.float32) - (offset if INTEGER and ASM else zero)[None, :],)
     factor = factor * q_scale
 
-    table = table_ptr + row.to(tl.int64) * table_width
     best = zero + _FLOOR
     total = zero
     out = (zeros,) * PLANES
-    skipped = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest splits start first
-    for split in range(_splits(seen + 1, SPLIT) - 1 + skipped, _splits(context, SPLIT), stride):
-        stop = tl.minimum(context, _split_start(split + 1, SPLIT))
-        start = tl.maximum(_split_start(split, SPLIT), seen // TILE * TILE)
-        m = zero + _FLOOR
-        weight = tl.zeros((8, ROWS), tl.float32)
-        bias = (weight,) * SETS
-        acc = (zeros,) * PLANES
-        # A tile inside one block needs one table entry, else one for each position; read one tile ahead.
-        SCALAR: tl.constexpr = BLOCK_SIZE % TILE == 0
+    m = zero + _FLOOR
+    weight = tl.zeros((8, ROWS), tl.float32)
+    bias = (weight,) * SETS
+    acc = (zeros,) * PLANES
+    for first in tl.range(start, stop, TILE, num_stages=STAGES):
+        place = first + column
+        position = tl.minimum(tl.maximum(place, seen), last)
+        page = block * HEADS + head
         if SCALAR:
-            block = tl.load(table + start // BLOCK_SIZE)
+            inside = first % BLOCK_SIZE + (position - first)
+            block = tl.load(table + tl.minimum(first + TILE, last) // BLOCK_SIZE)
         else:
-            block = tl.load(table + tl.minimum(tl.maximum(start + column, seen), stop - 1) // BLOCK_SIZE)
-        for first in tl.range(start, stop, TILE, num_stages=STAGES):
-            place = first + column
-            position = tl.minimum(tl.maximum(place, seen), stop - 1)
-            page = block * HEADS + head
-            if SCALAR:
-                inside = first % BLOCK_SIZE + (position - first)
-                block = tl.load(table + tl.minimum(first + TILE, stop - 1) // BLOCK_SIZE)
-            else:
-                inside = position % BLOCK_SIZE
-                block = tl.load(table + tl.minimum(tl.maximum(place + TILE, seen), stop - 1) // BLOCK_SIZE)
-            token = page * BLOCK_SIZE + inside
-            params = page * (BLOCK_SIZE * SETS) + inside
-            token = token.to(tl.int64) * UNITS
-            if LANES == UNITS:
-                k_raw = tl.load(k_ptr + token[:, None] + unit[None, :])
-                v_raw = tl.load(v_ptr + token[None, :] + unit[:, None])
-            else:
-                k_raw = tl.load(k_ptr + token[:, None] + unit[None, :], mask=in_units[None, :], other=0)
-                v_raw = tl.load(v_ptr + token[None, :] + unit[:, None], mask=in_units[:, None], other=0)
-            k = _planes(k_raw, KIND, ASM, False)
-            score = tl.zeros((TILE, ROWS), tl.float32)
-            for s in tl.static_range(SETS):
-                part = offsets[s]
-                for i in tl.static_range(PER_SET):
-                    part = tl.dot(k[s * PER_SET + i], q[s * PER_SET + i], part, input_precision="ieee")
-                if INTEGER:
-                    k_scale, k_min = _scale_min(tl.load(k_params_ptr + params + s * BLOCK_SIZE), ASM)
-                    score += k_min[:, None] * q_sums[s][None, :]
-                    score += part * k_scale[:, None]
-                else:
-                    score = part
-            kept = (place >= seen) & (place < stop)
-            score = tl.where(kept[:, None], score, float("-inf"))
-            m_next = tl.maximum(m, tl.max(score, 0) * factor)
-            fade = tl.exp2(m - m_next)
-            p = tl.exp2(score * factor[None, :] - m_next[None, :])
-            weight = weight * fade[None, :] + _fold(p, TILE, ROWS)
-            v = _planes(v_raw, KIND, ASM, True)
-            acc_next = ()
-            bias_next = ()
-            for s in tl.static_range(SETS):
-                share = p
-                if INTEGER:
-                    v_factor, v_min = _scale_min(tl.load(v_params_ptr + params + s * BLOCK_SIZE), ASM)
-                    bias_next = bias_next + (bias[s] * fade[None, :] + _fold(p * v_min[:, None], TILE, ROWS),)
-                    share = p * (v_factor * P_FACTOR)[:, None]
-                share = share.to(dtype)
-                for i in tl.static_range(PER_SET):
-                    old = acc[s * PER_SET + i] * fade[None, :]
-                    acc_next = acc_next + (tl.dot(v[s * PER_SET + i], share, old, input_precision="ieee"),)
-            acc = acc_next
+            inside = position % BLOCK_SIZE
+            block = tl.load(table + tl.minimum(tl.maximum(place + TILE, seen), last) // BLOCK_SIZE)
+        token = page * BLOCK_SIZE + inside
+        params = page * (BLOCK_SIZE * SETS) + inside
+        token = token.to(tl.int64) * UNITS
+        if LANES == UNITS:
+            k_raw = tl.load(k_ptr + token[:, None] + unit[None, :])
+            v_raw = tl.load(v_ptr + token[None, :] + unit[:, None])
+        else:
+            k_raw = tl.load(k_ptr + token[:, None] + unit[None, :], mask=in_units[None, :], other=0)
+            v_raw = tl.load(v_ptr + token[None, :] + unit[:, None], mask=in_units[:, None], other=0)
+        k = _planes(k_raw, KIND, ASM, False)
+        score = tl.zeros((TILE, ROWS), tl.float32)
+        for s in tl.static_range(SETS):
+            part = offsets[s]
+            for i in tl.static_range(PER_SET):
+                part = tl.dot(k[s * PER_SET + i], q[s * PER_SET + i], part, input_precision="ieee")
             if INTEGER:
-                bias = bias_next
-            m = m_next
-        top = tl.ceil(m)
-        share = tl.exp2(m - top)
-        split_weight = tl.sum(weight, 0) * share
-        common = tl.maximum(best, top)
-        keep, new = tl.exp2(best - common), tl.exp2(top - common)
-        index = query * num_splits + split
-        out_next = ()
-        for i in tl.static_range(PLANES):
-            piece = (acc[i] * (1.0 / P_FACTOR) + tl.sum(bias[i // PER_SET], 0)[None, :]) * share[None, :]
-            if DIRECT:
-                out_next = out_next + (out[i] * keep[None, :] + piece * new[None, :],)
+                k_scale, k_min = _scale_min(tl.load(k_params_ptr + params + s * BLOCK_SIZE), ASM)
+                score += k_min[:, None] * q_sums[s][None, :]
+                score += part * k_scale[:, None]
             else:
-                tl.store(part_ptr + index[None, :] * DIM + _channels(unit, i, UNITS, KIND)[:, None], piece,
-                         mask=real[None, :] & in_units[:, None])
-        if DIRECT:
-            total = total * keep + split_weight * new
-            best = common
-            out = out_next
-        else:
-            tl.store(stat_ptr + index * 2, top, mask=real)
-            tl.store(stat_ptr + index * 2 + 1, split_weight, mask=real)
+                score = part
+        kept = (place >= seen) & (place < context)
+        score = tl.where(kept[:, None], score, float("-inf"))
+        m_next = tl.maximum(m, tl.max(score, 0) * factor)
+        fade = tl.exp2(m - m_next)
+        p = tl.exp2(score * factor[None, :] - m_next[None, :])
+        weight = weight * fade[None, :] + _fold(p, TILE, ROWS)
+        v = _planes(v_raw, KIND, ASM, True)
+        acc_next = ()
+        bias_next = ()
+        for s in tl.static_range(SETS):
+            portion = p
+            if INTEGER:
+                v_factor, v_min = _scale_min(tl.load(v_params_ptr + params + s * BLOCK_SIZE), ASM)
+                bias_next = bias_next + (bias[s] * fade[None, :] + _fold(p * v_min[:, None], TILE, ROWS),)
+                portion = p * (v_factor * P_FACTOR)[:, None]
+            portion = portion.to(dtype)
+            for i in tl.static_range(PER_SET):
+                old = acc[s * PER_SET + i] * fade[None, :]
+                acc_next = acc_next + (tl.dot(v[s * PER_SET + i], portion, old, input_precision="ieee"),)
+        acc = acc_next
+        if INTEGER:
+            bias = bias_next
+        m = m_next
+        if first + TILE >= split_stop:
+            top = tl.ceil(m)
+            scale = tl.exp2(m - top)
+            split_weight = tl.sum(weight, 0) * scale
+            scale *= 1.0 / P_FACTOR
+            common = tl.maximum(best, top)
+            keep, new = tl.exp2(best - common), tl.exp2(top - common)
+            if DIRECT:
+                scale *= new  # a power of two: as if done after
+            index = query * num_splits + split
+            out_next = ()
+            for i in tl.static_range(PLANES):
+                piece = acc[i]
+                if INTEGER:
+                    piece += (tl.sum(bias[i // PER_SET], 0) * P_FACTOR)[None, :]
+                piece *= scale[None, :]
+                if DIRECT:
+                    keeps = tl.broadcast_to(keep[None, :], (LANES, ROWS))
+                    out_next = out_next + (tl.fma(out[i], keeps, piece),)  # not piece's product: it is rounded, as in memory
+                else:
+                    tl.store(part_ptr + index[None, :] * DIM + _channels(unit, i, UNITS, KIND)[:, None], piece,
+                             mask=real[None, :] & in_units[:, None])
+            if DIRECT:
+                total = total * keep + split_weight * new
+                best = common
+                out = out_next
+            else:
+                tl.store(stat_ptr + index * 2, top, mask=real)
+                tl.store(stat_ptr + index * 2 + 1, split_weight, mask=real)
+            split += 1
+            split_stop = tl.minimum(stop, _split_start(split + 1, SPLIT, LEVELS))
+            m = zero + _FLOOR
+            weight = tl.zeros((8, ROWS), tl.float32)
+            bias = (weight,) * SETS
+            acc = (zeros,) * PLANES
     if DIRECT:
-        last = v_scale / tl.where(total > 0, total, 1.0)
+        if PDL:
+            gdc_launch_dependents()
+        final = v_scale / tl.where(total > 0, total, 1.0)
         for i in tl.static_range(PLANES):
             tl.store(out_ptr + query[None, :] * DIM + _channels(unit, i, UNITS, KIND)[:, None],
-                     (out[i] * last[None, :]).to(out_ptr.dtype.element_ty), mask=real[None, :] & in_units[:, None])
+                     (out[i] * final[None, :]).to(out_ptr.dtype.element_ty), mask=real[None, :] & in_units[:, None])
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _combine(part_ptr, stat_ptr, context_ptr, out_ptr, window, num_splits, v_scale,
-             HEADS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, LINKS: tl.constexpr):
-    """Sum LANES channels of a (row, query head)'s splits one after the other, LINKS of them on their way at a time."""
+             HEADS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, LEVELS: tl.constexpr,
+             LINKS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):
+    """Sum LANES channels of a (row, query head)'s splits: 2^DEPTH groups side by side, LINKS of each one after the other."""
+    GROUPS: tl.constexpr = 1 << DEPTH
     head = tl.program_id(0)
     row = tl.program_id(1)
     context = tl.load(context_ptr + row)
-    first = _splits(tl.maximum(context - window, 0) + 1, SPLIT) - 1
-    last = _splits(context, SPLIT)
+    first = _splits(tl.maximum(context - window, 0) + 1, SPLIT, LEVELS) - 1
+    last = _splits(context, SPLIT, LEVELS)
     channel = tl.program_id(2) * LANES + tl.arange(0, LANES)
-    in_dim = channel < DIM
+    in_dim = (channel < DIM)[None, :]
     base = (row * HEADS + head).to(tl.int64) * num_splits
-    best, total = _FLOOR, 0.0
-    out = tl.zeros((LANES,), tl.float32)
-    for start in range(first, last, LINKS):
-        every = start + tl.arange(0, LINKS)
-        common = tl.maximum(best, tl.max(tl.load(stat_ptr + (base + every) * 2, mask=every < last, other=_FLOOR), 0))
-        old = tl.exp2(best - common)
-        total, out = total * old, out * old
-        for link in tl.static_range(LINKS):
-            split = base + tl.minimum(start + link, last - 1)
-            share = tl.where(start + link < last, tl.exp2(tl.load(stat_ptr + split * 2) - common), 0.0)
-            total += share * tl.load(stat_ptr + split * 2 + 1)
-            out += share * tl.load(part_ptr + split * DIM + channel, mask=in_dim, other=0.0)
-        best = common
+    group = tl.arange(0, GROUPS) * LINKS
+    if PDL:
+        gdc_wait()
+    every = tl.arange(0, GROUPS * LINKS)
+    common = tl.max(tl.load(stat_ptr + (base + every) * 2, mask=(every >= first) & (every < last), other=_FLOOR), 0)
+    total = tl.zeros((GROUPS,), tl.float32)
+    out = tl.zeros((GROUPS, LANES), tl.float32)
+    for link in tl.static_range(LINKS):
+        split = group + link
+        kept = (split >= first) & (split < last)
+        where = base + split
+        share = tl.exp2(tl.load(stat_ptr + where * 2, mask=kept, other=_FLOOR) - common)
+        total += share * tl.load(stat_ptr + where * 2 + 1, mask=kept, other=0.0)
+        part = part_ptr + where[:, None] * DIM + channel[None, :]
+        out += share[:, None] * tl.load(part, mask=kept[:, None] & in_dim, other=0.0)
+    for i in tl.static_range(DEPTH):
+        total = tl.sum(tl.reshape(total, (2, GROUPS >> (i + 1))), 0)
+        out = tl.sum(tl.reshape(out, (2, GROUPS >> (i + 1), LANES)), 0)
+    if PDL:
+        gdc_launch_dependents()
     inverse = v_scale / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + (row * HEADS + head).to(tl.int64) * DIM + channel,
-             (out * inverse).to(out_ptr.dtype.element_ty), mask=in_dim)
+    tl.store(out_ptr + (row * HEADS + head).to(tl.int64) * DIM + channel[None, :],
+             (out * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=in_dim)
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------------
@@ -459,12 +528,14 @@ def _prompt(q_ptr, k_ptr, v_ptr, context_ptr, query_start_ptr, out_ptr, window, 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut: keys a tile, warps, pipeline stages; for decode also the smallest split (part of the numerics)."""
+    """How a kernel is cut: keys a tile, warps, pipeline stages; for decode also the smallest split and how
+    often its size doubles (all but warps and stages is part of the numerics)."""
 
     tile: int
     warps: int
     stages: int
-    split: int = 256
+    split: int = 64
+    levels: int = 4
 
 
 def storage(tensor: Tensor) -> Tensor:
@@ -478,18 +549,20 @@ def _portable() -> bool:
 
 
 _FP8_SHIFT = {"fp8": 256.0}  # e4m3's exponent bias against fp16's
-_PROGRAMS = 1024  # (row, KV head) pairs that keep 132 multiprocessors busy without sharing rows...
-_SPLITS_ALONE = 9  # ... unless rows are long, when the longest would be worked on alone
+_PROGRAMS = 1056  # of decode, eight a multiprocessor: so many share long rows...
+_ENOUGH = 320  # ... but so many (row, KV head) pairs are worked on alone: what one program sums stays in registers
+_ALONE = 4096  # positions that one program may be left with, however many programs there are
+_LINKS = 32  # splits that are summed in order; groups of them in halves
 _SCRATCH_BYTES = 256 << 20  # of a prompt's K and V in 16 bits, or of partial sums; more is done in slices of heads and rows
 GATHER_TILE = 128  # scratch is written in whole tiles of tokens, so that a kernel may read past a context's end
 
 
-def decode_tiles(head_dim: int, element_size: int = 2) -> Tiles:
-    """Never a function of the batch: tile and split decide the order of sums. Swept on an H200 at head_dim 128: one warp
-    a program was best for every kind of cache."""
-    if element_size == 4:
+def decode_tiles(head_dim: int, bits: int) -> Tiles:
+    """For a cache of `bits` a channel. Never a function of the batch: tile and splits decide the order of sums. Swept on an
+    H200 at head_dim 128: one warp a program was best for every kind of cache."""
+    if bits == 32:
         return Tiles(32, 4, 1)
-    return Tiles(32, 1, 3) if head_dim <= 128 else Tiles(32, 2, 3)
+    return Tiles(32, 2, 3) if head_dim > 128 else Tiles(64 if bits == 4 else 32, 1, 3)
 
 
 def prompt_tiles(head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, Tiles]:
@@ -535,24 +608,27 @@ def _check(q: Tensor, kv: LayerKV) -> None:
 
 
 def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor, tiles: Tiles | None = None,
-           stride: int | None = None) -> None:
-    """The first `step.num_decode` rows of `attention`, into `out`. `stride` programs share a row's splits: it moves no bit."""
+           programs: int | None = None, fetch: int | None = None) -> None:
+    """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, and
+    each has its first `fetch` blocks brought to L2 while the kernel before still runs: neither moves a bit."""
     rows, head_dim = step.num_decode, q.shape[2]
     _, heads, block_size, width = kv.v.shape
     group, kind = q.shape[1] // heads, _kind(kv)
-    tiles = tiles or decode_tiles(head_dim, kv.v.element_size())
-    splits = max(1, _split_count(step.max_context, tiles.split))
-    if stride is None:
-        stride = 1 if rows * heads >= _PROGRAMS and splits <= _SPLITS_ALONE else splits
+    tiles = tiles or decode_tiles(head_dim, KV[kv.name].num.bits)
+    splits = max(1, split_count(step.max_context, tiles))
+    if programs is None:
+        share = 1 if rows * heads >= _ENOUGH else _PROGRAMS // (rows * heads)
+        programs = min(splits, max(share, -(-step.max_context // _ALONE)))
+    direct = programs == 1 and splits <= _LINKS
     part, stat = out, out
     most = max(1, _SCRATCH_BYTES // (4 * q.shape[1] * splits * (head_dim + 2)))  # rows whose splits have room
-    if stride > 1 and rows > most:
+    if not direct and rows > most:
         for first in range(0, rows, most):
             some = replace(step, num_decode=min(most, rows - first), context_len=step.context_len[first:],
                            block_table=step.block_table[first:])
-            decode(q[first:], kv, some, scale, window, out[first:], tiles, stride)
+            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs, fetch)
         return
-    if stride > 1:
+    if not direct:
         part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
         stat = torch.empty((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
     k, v = storage(kv.k), storage(kv.v)
@@ -560,17 +636,22 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         k, v, width = k.view(torch.int16), v.view(torch.int16), width // 2
     window, shift = window or 1 << 30, _FP8_SHIFT.get(kind, 1.0)
     least = 16 if torch.version.hip else 8  # queries of the narrowest tensor-core instruction
-    _decode[(heads, rows, stride)](
+    early = overlaps(q.device)
+    if fetch is None:
+        fetch = int(early and not direct and rows * heads * programs <= _PROGRAMS)
+    launch = {"launch_pdl": True} if early else {}
+    _decode[(heads, rows, programs)](
         q, k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, out, part, stat,
-        step.block_table.shape[1], window, splits, stride, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift,
+        step.block_table.shape[1], window, splits, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift,
         heads, group, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind, not _portable(), _sets(kv),
-        tiles.split, tiles.tile, max(least, triton.next_power_of_2(group)), stride == 1, tiles.stages, num_warps=tiles.warps)
-    if stride > 1:
-        links, lanes = (8, 128) if splits <= 8 else (16, 128) if splits <= 16 else (32, 32)
-        lanes = min(lanes, triton.next_power_of_2(head_dim))
+        tiles.split, tiles.levels, tiles.tile, max(least, triton.next_power_of_2(group)), direct, tiles.stages, early, fetch,
+        num_warps=tiles.warps, **launch)
+    if not direct:
+        links, depth = min(_LINKS, triton.next_power_of_2(splits)), (triton.cdiv(splits, _LINKS) - 1).bit_length()
+        lanes = min(128 if links <= 8 else 64 if depth == 0 else 16, triton.next_power_of_2(head_dim))
         _combine[(q.shape[1], rows, triton.cdiv(head_dim, lanes))](
             part, stat, step.context_len, out, window, splits, kv.v_scale * shift, q.shape[1], head_dim, lanes, tiles.split,
-            links, num_warps=1)
+            tiles.levels, links, depth, early, num_warps=1, **launch)
 
 
 def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor,

@@ -681,6 +681,7 @@ typedef struct {
   int8_t *codes;
   long rows, n;
   float eps;
+  long hadamard; /* values turned together, 0: none are */
 } Rows;
 enum { ROWS_PER_TASK = 8 };
 
@@ -717,6 +718,25 @@ EXPORT void nybble_rms_norm(const float *x, const float *residual, float *hidden
   parallel(norm_task, &data, (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, (double)rows * n / 6);
 }
 
+/* Each run of `size` (a power of two) of n values times Sylvester's Hadamard matrix / sqrt(size), in place. */
+static void hadamard(float *y, long n, long size) {
+  for (long stride = 1; stride < size; stride *= 2)
+    for (long start = 0; start < n; start += 2 * stride) {
+      float *a = y + start, *b = a + stride;
+      long i = 0;
+      for (; i + LANES <= stride; i += LANES) {
+        const F p = load(a + i), q = load(b + i);
+        store(a + i, add(p, q)), store(b + i, sub(p, q));
+      }
+      for (; i < stride; i++) {
+        const float p = a[i], q = b[i];
+        a[i] = p + q, b[i] = p - q;
+      }
+    }
+  const float scale = (float)(1.0 / sqrt((double)size));
+  for (long i = 0; i < n; i++) y[i] *= scale;
+}
+
 static void silu_task(void *data, long task) {
   const Rows *x = data;
   const long n = x->n;
@@ -729,11 +749,12 @@ static void silu_task(void *data, long task) {
       F g = load_part(gate + i, part), s = divide(g, add(splat(1.0f), exp16(sub(splat(0), g))));
       store_part(y + i, mul(s, load_part(up + i, part)), part);
     }
+    if (x->hadamard) hadamard(y, n, x->hadamard);
     if (x->codes) quantize_row(row, x->codes + m * n, x->scale + m, n);
   }
 }
-EXPORT void nybble_silu_mul(const float *x, float *out, int8_t *codes, float *scale, int64_t rows, int64_t n) {
-  Rows data = {.x = x, .out = out, .codes = codes, .scale = scale, .rows = rows, .n = n};
+EXPORT void nybble_silu_mul(const float *x, float *out, int8_t *codes, float *scale, int64_t rows, int64_t n, int64_t hadamard) {
+  Rows data = {.x = x, .out = out, .codes = codes, .scale = scale, .rows = rows, .n = n, .hadamard = hadamard};
   parallel(silu_task, &data, (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, (double)rows * n / 3);
 }
 

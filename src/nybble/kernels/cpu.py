@@ -44,7 +44,7 @@ SIGNATURES = {
     "nybble_dense": (_p, _p, _p, _i, _i, _i, _i),
     "nybble_quantize_rows": (_p, _p, _p, _i, _i),
     "nybble_rms_norm": (_p, _p, _p, _p, _p, _p, _p, _i, _i, _f),
-    "nybble_silu_mul": (_p, _p, _p, _p, _i, _i),
+    "nybble_silu_mul": (_p, _p, _p, _p, _i, _i, _i),
     "nybble_turn_heads": (*(_p,) * 3, *(_i,) * 4),
     "nybble_rope_write": (*(_p,) * 15, *(_i,) * 7, _f),
     "nybble_attention": (*(_p,) * 9, *(_i,) * 8, _f),
@@ -296,16 +296,16 @@ def _rms_norm(
     return out, hidden
 
 
-def _silu_mul(loaded: ctypes.CDLL, gate_up: Tensor, quantize: bool) -> Tensor | Rows:
+def _silu_mul(loaded: ctypes.CDLL, gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Rows:
     if not _wide(gate_up) or gate_up.dim() != 2:
-        return reference.silu_mul(gate_up, quantize)
+        return reference.silu_mul(gate_up, quantize, hadamard)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if quantize:
         codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
-        loaded.nybble_silu_mul(gate_up.data_ptr(), None, codes.data_ptr(), scale.data_ptr(), rows, width)
+        loaded.nybble_silu_mul(gate_up.data_ptr(), None, codes.data_ptr(), scale.data_ptr(), rows, width, hadamard)
         return Rows(codes, scale)
     out = torch.empty(rows, width)
-    loaded.nybble_silu_mul(gate_up.data_ptr(), out.data_ptr(), None, None, rows, width)
+    loaded.nybble_silu_mul(gate_up.data_ptr(), out.data_ptr(), None, None, rows, width, hadamard)
     return out
 
 

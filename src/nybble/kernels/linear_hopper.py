@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from nybble.kernels import linear_triton, nvrtc
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
-SOURCE = Path(__file__).with_name("w4a8_sm90.cu")
 BLOCK = 128  # input channels of a step
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
 PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
@@ -38,9 +36,11 @@ class Tile(NamedTuple):
     """`tokens` x 128 `row_tiles` weight rows; as many steps of 128 channels in flight as shared memory holds.
 
     warp: products of single warps (mma.sync), less latency for few tokens; else of warpgroups (wgmma). cluster_k: shares of
-    the input channels, added up inside a cluster. resident: programs that fit a processor, so that the next kernel's can start
-    copying early. waves: 0: one program per tile; else at most so many a processor, each walking over tiles, `order` token
-    tiles before the next row tile. stream: all work in equal shares over the processors, partial sums through global memory.
+    the input channels, added up inside a cluster, or with `memory` (any number fits, later) through global memory. resident:
+    programs that fit a processor, so that the next kernel's can start copying early. waves: 0: one program per tile; else at
+    most so many a processor, each walking over tiles, `order` token tiles before the next row tile. stream: tiles that fill no
+    round of all processors are cut into equal shares, partial sums through global memory. lag: steps that the second warpgroup
+    starts late, so that one stores while the other multiplies.
     """
 
     tokens: int
@@ -51,6 +51,8 @@ class Tile(NamedTuple):
     waves: int = 0
     order: int = 8
     stream: bool = False
+    lag: int = 0
+    memory: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,59 +64,53 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Of a multiplying thread where the even share is too few (0: it is not)."""
-        return 232 if self.row_tiles * self.tokens >= 192 else 0
+        """Of a multiplying thread: what the copying ones leave. The hand-over also tells the compiler that warps are whole, or
+        it moves every address of the main loop through a vector register (0: none, an even share)."""
+        return {1: 232, 2: 104}.get(self.resident, 0)
 
 
-# (tokens, rows and input channels at most, tile), the first match wins. From a sweep on an H200 over the four Llama-2-13B
-# linears at 16, 64, 128, 256 and 4096 tokens (`python -m nybble.bench.kernels --sweep --family hopper`); what lies between is
-# by analogy.
-ANY = 1 << 30
-TILES: tuple[tuple[int, int, int, Tile], ...] = (
-    *(
-        row
-        for tokens, warp in ((8, True), (16, True), (24, False), (32, False), (48, False), (64, False))
-        for row in (
-            (tokens, 6144, ANY, Tile(tokens, 1, warp, 4, 2)),
-            (tokens, 16384, ANY, Tile(tokens, 1, warp, 2, 2)),
-            (tokens, ANY, ANY, Tile(tokens, 1, warp, 1, 2)),
-        )
-    ),
-    *(
-        row
-        for tokens in (96, 128)
-        for row in (
-            (tokens, 8192, 8192, Tile(tokens, 1, False, 2)),
-            (tokens, 8192, ANY, Tile(tokens, 1, stream=True)),
-            (tokens, 16384, ANY, Tile(tokens, 1)),
-            (tokens, ANY, ANY, Tile(tokens, 2)),
-        )
-    ),
-    *(
-        row
-        for most, tokens in ((160, 80), (192, 96), (256, 128))
-        for row in (
-            (most, 8192, ANY, Tile(tokens, 1, stream=True)),
-            (most, 16384, ANY, Tile(tokens, 2)),
-            (most, ANY, ANY, Tile(tokens, 2, stream=True)),
-        )
-    ),
-    (ANY, ANY, ANY, Tile(128, 2, waves=1, order=4, stream=True)),
-)
+def tile_for(tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
+    """The tile for a batch on a GPU of `count` processors, by how many tiles of 128 rows there are for each.
+
+    Measured on an H200 over the Llama-2-13B linears (40, 120, 216 tiles of 128 rows) at 1..4096 tokens; `python -m
+    nybble.bench.kernels --sweep --family hopper` tries the rest. Few tokens: shares of the channels fill two programs a
+    processor. Then as many rows as leave no processor without a tile; where a third of them would idle and there is much to
+    do for each, equal shares. Many tokens: the largest tile, walked over.
+    """
+    blocks, steps = -(-rows // 128), -(-channels // BLOCK)
+    if tokens <= 64:
+        shares = next(k for k in (4, 2, 1) if k == 1 or blocks * k <= 2 * count)
+        few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
+        return Tile(few, 1, few <= 16, shares, 2)
+    if tokens <= 128:
+        most = 96 if tokens <= 96 else 128
+        if blocks > count:
+            return Tile(most, 2, stream=blocks > 2 * count)
+        if 2 * blocks <= count and steps <= 64:
+            return Tile(most, 1, False, 2)
+        return Tile(most, 1, stream=3 * blocks <= 2 * count)
+    if tokens <= 256:
+        half = next(t for t in (80, 96, 128) if tokens <= 2 * t)
+        if 2 * blocks <= count:
+            return Tile(half, 1, stream=True)
+        return Tile(half, 2, stream=blocks > count)
+    return Tile(128, 2, waves=1, order=4, stream=True)
 
 
-def tile_for(tokens: int, rows: int, channels: int) -> Tile:
-    return next(tile for most, widest, deepest, tile in TILES if tokens <= most and rows <= widest and channels <= deepest)
+def share_bytes(tile: Tile) -> int:
+    """Int32 sums that a share of the input channels gets from the others."""
+    return (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * WARPGROUPS * 2048
 
 
 def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
     each = tile.rows * 64 + tile.tokens * BLOCK + (tile.rows if mode == GROUPED else 0) + 16
-    sums = (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * WARPGROUPS * 2048
+    sums = 0 if tile.memory else share_bytes(tile)
+    scales = WARPGROUPS * tile.tokens * 4
     apart = sums if sums <= 16384 else 0
     room = min(MOST_BYTES, PROCESSOR_BYTES // tile.resident - RESERVED_BYTES)
-    stages = min(24, (room - apart - 127) // each)
-    return stages, max(-(-stages * each // 128) * 128 + apart, sums)
+    stages = min(24, (room - apart - scales - 127) // each)
+    return stages, max(-(-(stages * each + scales) // 128) * 128 + apart, sums)
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------
@@ -177,7 +173,7 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
         whole = torch.nn.functional.pad(weight.scale, (0, k_padded // BLOCK - weight.scale.shape[1], 0, n_padded - n))
         group_scale = whole.t().to(torch.int8).contiguous()
     packed = pack_fragments(linear_triton.pack_nibbles(codes))
-    arrivals = torch.zeros(8192, dtype=torch.int32, device=shape.device)
+    arrivals = torch.zeros(4 * WARPGROUPS * processors(shape.device.index or 0), dtype=torch.int32, device=shape.device)
     mode = PER_CHANNEL if group_scale is None else GROUPED
     return Packed(mode, n, k, shape.dtype, packed, group_scale, scale, arrivals)
 
@@ -190,7 +186,8 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("w", "group", "w_scale", "x_scale", "y", "partials", "arrivals")),
-        *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles", "order")),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles")),
+        *((name, ctypes.c_int) for name in ("order", "whole")),
     ]  # fmt: skip
 
 
@@ -210,15 +207,22 @@ def source_and_defines(tile: Tile, mode: int, out: int, keep: bool) -> tuple[str
     defines = {
         "TOKENS": tile.tokens, "STAGES": shared_memory(tile, mode)[0], "ROW_TILES": tile.row_tiles, "WARPGROUPS": WARPGROUPS,
         "RESIDENT": tile.resident, "CLUSTER_K": tile.cluster_k, "MODE": mode, "OUT": out, "KEEP": int(keep),
-        "REGISTERS": tile.registers, "STREAM": int(tile.stream), "WARP_LEVEL": int(tile.warp),
+        "REGISTERS": tile.registers, "STREAM": int(tile.stream), "WARP_LEVEL": int(tile.warp), "LAG": tile.lag,
+        "THROUGH_MEMORY": int(tile.memory),
     }  # fmt: skip
-    return product(tile.tokens) + SOURCE.read_text(), defines
+    return product(tile.tokens) + nvrtc.source("w4a8_sm90.cu"), defines
 
 
 @functools.cache
 def kernel(tile: Tile, mode: int, out: int, keep: bool, device: int) -> ctypes.c_void_p:
     source, defines = source_and_defines(tile, mode, out, keep)
     return nvrtc.load(nvrtc.machine_code(source, defines), "w4a8", shared_memory(tile, mode)[1], device)
+
+
+def whole_waves(tiles: int, clusters: int) -> int:
+    """Rounds of a tile each, before what is left is cut into equal shares; these are half a tile at least where they can be."""
+    waves, rest = divmod(tiles, clusters)
+    return max(0, waves - (0 < 2 * rest < clusters))
 
 
 @functools.cache
@@ -235,24 +239,29 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
     if tokens == 0:
         return y
-    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k), -(-packed.k // BLOCK)
+    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
     row_tiles, token_tiles = -(-packed.n // tile.rows), -(-tokens // tile.tokens)
-    stream = tile.stream and row_tiles * token_tiles * WARPGROUPS <= packed.arrivals.numel()
-    tile = tile._replace(cluster_k=min(tile.cluster_k, steps), stream=stream)
-    clusters, partials = row_tiles * token_tiles, None
+    tiles = clusters = row_tiles * token_tiles
+    tile = tile._replace(cluster_k=min(tile.cluster_k, steps))
+    if tile.memory and tiles * WARPGROUPS > packed.arrivals.numel():
+        tile = tile._replace(cluster_k=1, memory=False)
+    partials, whole = None, 0
     if tile.stream:
-        clusters = min(processors(device), clusters * steps)
+        clusters = min(processors(device) * max(1, tile.waves), tiles * steps)
+        whole = whole_waves(tiles, clusters) * clusters
         partials = torch.empty(clusters * tile.rows * tile.tokens, dtype=torch.int32, device=codes.device)
+    elif tile.memory:
+        partials = torch.empty(tiles * tile.cluster_k * share_bytes(tile) // 4, dtype=torch.int32, device=codes.device)
     elif tile.waves and tile.cluster_k == 1:
         clusters = min(clusters, processors(device) * tile.waves)
     arguments = Arguments(
         packed.codes.data_ptr(), None if packed.group_scale is None else packed.group_scale.data_ptr(), packed.scale.data_ptr(),
         scale.data_ptr(), y.data_ptr(), None if partials is None else partials.data_ptr(), packed.arrivals.data_ptr(), tokens,
-        packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order,
+        packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
     )  # fmt: skip
     nvrtc.launch(
         kernel(tile, packed.mode, OUT[packed.dtype], token_tiles > 1, device), clusters * tile.cluster_k,
-        tile.threads, shared_memory(tile, packed.mode)[1], tile.cluster_k,
+        tile.threads, shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
         (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments),
         torch.cuda.current_stream(codes.device).cuda_stream,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,24 +81,43 @@ def _unpack_float(w, scale, zero, rest, SHIFT: tl.constexpr, ASSEMBLY: tl.conste
 
 
 @triton.jit
-def _tile(M, N, BN: tl.constexpr, BM: tl.constexpr, ORDER: tl.constexpr):
-    """Program -> (row tile, token tile). ORDER token tiles share each row tile before the next, so both stay in L2."""
-    pid = tl.program_id(0)
+def _begin(M, N, BN: tl.constexpr, BM: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr):
+    """This program's rows n, tokens m, and the tokens to read. ORDER token tiles share each row tile before the next, so both
+    stay in L2."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BN)
-    tiles_m = tl.cdiv(M, BM)
-    band = pid // (ORDER * tiles_n)
-    height = min(tiles_m - band * ORDER, ORDER)
-    inside = pid - band * ORDER * tiles_n
-    return inside // height, band * ORDER + inside % height
+    band = tl.program_id(0) // (ORDER * tiles_n)
+    height = min(tl.cdiv(M, BM) - band * ORDER, ORDER)
+    inside = tl.program_id(0) - band * ORDER * tiles_n
+    m = (band * ORDER + inside % height) * BM + tl.arange(0, BM)
+    return inside // height * BN + tl.arange(0, BN), m, tl.where(m < M, m, 0)
+
+
+@triton.jit
+def _inputs(pointer, k, K, EVEN: tl.constexpr):
+    """Activations [channels, tokens] at channels k; beyond K they are zeros."""
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=(k < K)[:, None], other=0)
+
+
+@triton.jit
+def _of_groups(values, channel, n, NP, GROUP: tl.constexpr):
+    """Of rows n, what [groups, NP] values hold for a channel and the one 64 further on."""
+    low = tl.load(values + channel // GROUP * NP + n)
+    high = low
+    if GROUP < 128:
+        high = tl.load(values + (channel + 64) // GROUP * NP + n)
+    return low, high
 
 
 @triton.jit
 def _channel(step, C: tl.constexpr):
     """First input channel of a step that takes C bytes of each row: 64 bytes are a whole block, 32 half of one."""
-    if C == 64:
-        return step * 128
-    else:
-        return step // 2 * 128 + step % 2 * 32
+    return step * 128 if C == 64 else step // 2 * 128 + step % 2 * 32
 
 
 @triton.jit
@@ -124,199 +144,113 @@ def _store(out, Y, n, m, M, N):
 
 
 @triton.jit(do_not_specialize=["M"])
-def int_linear(
+def plain_linear(
     X, XS, W, WS, Y, partials, arrivals, M, N, K, KP,
     BITS: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     ORDER: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Y[m, n] = (sum_k X[m, k] W[n, k]) * WS[n] * XS[m]. X int8 [M, K], W packed [N padded, KP], KP = K padded to BLOCK."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    pid_n, pid_m = _tile(M, N, BN, BM, ORDER)
-    n = pid_n * BN + tl.arange(0, BN)
-    m = pid_m * BM + tl.arange(0, BM)
-    row = tl.where(m < M, m, 0)
+    """Y[m, n] = (sum_k X[m, k] W[n, k]) * WS[n] * XS[m], X int8 [M, K], W packed [N padded, KP], KP = K padded to BLOCK.
+
+    BITS 16: X [M, K] and W [N, KP = K] of one float dtype, no scales, fp32 sums over k in one fixed order whatever M.
+    """
+    n, m, row = _begin(M, N, BN, BM, ORDER, PDL)
     steps = tl.cdiv(tl.cdiv(KP, BK), SPLIT)
     first = tl.program_id(1) * steps * BK
     last = min(first + steps * BK, KP)
-    acc = tl.zeros((BN, BM), tl.int32)
-    if BITS == 4:
-        HALF: tl.constexpr = BK // 2
-        j = tl.arange(0, HALF)
-        k = (j // 64) * 128 + j % 64
-        w_pointer = W + n.to(tl.int64)[:, None] * (KP // 2) + (first // 2 + j)[None, :]
-        x_pointer = X + row.to(tl.int64)[None, :] * K + (first + k)[:, None]
-        for k0 in tl.range(first, last, BK, num_stages=STAGES):
-            w = tl.load(w_pointer)
-            if EVEN:
-                x_lo = tl.load(x_pointer)
-                x_hi = tl.load(x_pointer + 64)
-            else:
-                x_lo = tl.load(x_pointer, mask=(k0 + k < K)[:, None], other=0)
-                x_hi = tl.load(x_pointer + 64, mask=(k0 + k + 64 < K)[:, None], other=0)
-            lo, hi = _unpack_int8(w, ASM)
-            acc = tl.dot(lo, x_lo, acc, out_dtype=tl.int32)
+    acc = tl.zeros((BN, BM), tl.float32 if BITS == 16 else tl.int32)
+    IN_BYTE: tl.constexpr = 2 if BITS == 4 else 1
+    j = tl.arange(0, BK // IN_BYTE)
+    k = (j // 64) * 128 + j % 64 if BITS == 4 else j
+    w_pointer = W + tl.where(n < N, n, 0).to(tl.int64)[:, None] * (KP // IN_BYTE) + (first // IN_BYTE + j)[None, :]
+    x_pointer = X + row.to(tl.int64)[None, :] * K + (first + k)[:, None]
+    for k0 in tl.range(first, last, BK, num_stages=STAGES):
+        x = _inputs(x_pointer, k0 + k, K, EVEN)
+        if BITS == 16:
+            w = tl.load(w_pointer) if EVEN else tl.load(w_pointer, mask=(k0 + k < K)[None, :], other=0.0)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+        elif BITS == 8:
+            acc = tl.dot(tl.load(w_pointer), x, acc, out_dtype=tl.int32)
+        else:
+            x_hi = _inputs(x_pointer + 64, k0 + k + 64, K, EVEN)
+            lo, hi = _unpack_int8(tl.load(w_pointer), ASM)
+            acc = tl.dot(lo, x, acc, out_dtype=tl.int32)
             acc = tl.dot(hi, x_hi, acc, out_dtype=tl.int32)
-            w_pointer += HALF
-            x_pointer += BK
-    else:
-        k = tl.arange(0, BK)
-        w_pointer = W + n.to(tl.int64)[:, None] * KP + (first + k)[None, :]
-        x_pointer = X + row.to(tl.int64)[None, :] * K + (first + k)[:, None]
-        for k0 in tl.range(first, last, BK, num_stages=STAGES):
-            w = tl.load(w_pointer)
-            if EVEN:
-                x = tl.load(x_pointer)
-            else:
-                x = tl.load(x_pointer, mask=(k0 + k < K)[:, None], other=0)
-            acc = tl.dot(w, x, acc, out_dtype=tl.int32)
-            w_pointer += BK
-            x_pointer += BK
+        w_pointer += BK // IN_BYTE
+        x_pointer += BK
     finish = True
     if SPLIT > 1:
         acc, finish = _last_sum(acc, partials, arrivals, SPLIT, BN, BM)
-    if finish:
-        out = acc.to(tl.float32) * tl.load(WS + n)[:, None] * tl.load(XS + row)[None, :]
-        _store(out, Y, n, m, M, N)
+    if finish and BITS == 16:
+        _store(acc, Y, n, m, M, N)
+    elif finish:
+        _store(acc.to(tl.float32) * tl.load(WS + n)[:, None] * tl.load(XS + row)[None, :], Y, n, m, M, N)
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def group_linear(
-    X, XS, W, WS, Y, partials, arrivals, M, N, K, KP, NP, steps,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, SEGMENTS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    SPLIT: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """W4A8 with an fp32 scale per group: Y[m, n] = XS[m] * sum_g WS[g, n] * (exact int32 dot over group g).
-
-    WS [KP / GROUP, NP]. A step takes C bytes of every row: C channels in low nibbles, the C channels 64 further in high ones.
-    A segment has `steps` of them. The int32 sum of a step starts at MAGIC and never leaves +-2**22, so its bits already are
-    the float MAGIC_FLOAT + sum: one exact subtraction replaces a conversion, which runs at an eighth of that rate.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    C: tl.constexpr = 32 if GROUP == 32 else 64
-    pid_n, pid_m = _tile(M, N, BN, BM, ORDER)
-    n = pid_n * BN + tl.arange(0, BN)
-    m = pid_m * BM + tl.arange(0, BM)
-    row = tl.where(m < M, m, 0)
-    j = tl.arange(0, C)
-    total_steps = KP // (2 * C)
-    first = 0
-    last = total_steps
-    if SPLIT > 1:
-        first = tl.program_id(1) * steps
-        last = min(first + steps, total_steps)
-    w_pointer = W + n.to(tl.int64)[:, None] * (KP // 2) + (first * C + j)[None, :]
-    x_row = X + row.to(tl.int64)[None, :] * K + j[:, None]
-    base = tl.full((BN, BM), MAGIC, tl.int32)
-    acc = tl.zeros((BN, BM), tl.float32)
-    total = tl.zeros((BN, BM), tl.float32)
-    channel = _channel(first, C)
-    scale_lo = tl.load(WS + (channel // GROUP) * NP + n).to(tl.float32)
-    scale_hi = scale_lo
-    if GROUP < 128:
-        scale_hi = tl.load(WS + ((channel + 64) // GROUP) * NP + n).to(tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
-        channel = _channel(step, C)
-        w = tl.load(w_pointer)
-        if EVEN:
-            x_lo = tl.load(x_row + channel)
-            x_hi = tl.load(x_row + channel + 64)
-        else:
-            x_lo = tl.load(x_row + channel, mask=(channel + j < K)[:, None], other=0)
-            x_hi = tl.load(x_row + channel + 64, mask=(channel + j + 64 < K)[:, None], other=0)
-        # the next step's scales, asked for a whole step ahead
-        ahead = min(step + 1, last - 1)
-        channel = _channel(ahead, C)
-        next_lo = tl.load(WS + (channel // GROUP) * NP + n).to(tl.float32)
-        lo, hi = _unpack_int8(w, ASM)
-        part = tl.dot(lo, x_lo, base, out_dtype=tl.int32)
-        if GROUP < 128:
-            next_hi = tl.load(WS + ((channel + 64) // GROUP) * NP + n).to(tl.float32)
-            acc = tl.fma(part.to(tl.float32, bitcast=True) - MAGIC_FLOAT, scale_lo[:, None], acc)
-            part = tl.dot(hi, x_hi, base, out_dtype=tl.int32)
-            acc = tl.fma(part.to(tl.float32, bitcast=True) - MAGIC_FLOAT, scale_hi[:, None], acc)
-            scale_hi = next_hi
-        else:
-            part = tl.dot(hi, x_hi, part, out_dtype=tl.int32)
-            acc = tl.fma(part.to(tl.float32, bitcast=True) - MAGIC_FLOAT, scale_lo[:, None], acc)
-        scale_lo = next_lo
-        w_pointer += C
-        if SEGMENTS > 1 and SPLIT == 1:  # noqa: SIM102  (constant; the next line is not)
-            if (step + 1) % steps == 0:
-                total += acc
-                acc = tl.zeros((BN, BM), tl.float32)
-    finish = True
-    if SPLIT > 1:
-        acc, finish = _last_sum(acc, partials, arrivals, SPLIT, BN, BM)
-    elif SEGMENTS > 1:
-        acc = total + acc
-    if finish:
-        _store(acc * tl.load(XS + row)[None, :], Y, n, m, M, N)
-
-
-@triton.jit(do_not_specialize=["M", "steps"])
-def float_linear(
-    X, W, WS, WZ, WR, Y, partials, arrivals, M, N, K, KP, NP, steps,
+    X, XS, W, WS, WZ, WR, Y, partials, arrivals, M, N, K, KP, NP, steps,
     GROUP: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, SEGMENTS: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, SPLIT: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr, ASM_LO: tl.constexpr,
     ASM_HI: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """W4A16: Y[m, n] = sum_k X[m, k] * w[n, k], w = (q - WZ) * WS + WR in X's dtype, one rounding; fp32 sums in segments.
+    """fp32 sums in segments of `steps`; WS, WZ, WR [KP / GROUP, NP], without ZERO only WS is read.
 
-    WS, WZ, WR [KP / GROUP, NP]; without ZERO only WS is read. GROUP 0: one scale per row, applied to the fp32 sum.
+    A step takes C bytes of every row: C channels in low nibbles, the C channels 64 further in high ones.
+    X int8: Y[m, n] = XS[m] * sum_g WS[g, n] * (exact int32 dot over group g). The int32 sum of a step starts at MAGIC and never
+    leaves +-2**22, so its bits already are the float MAGIC_FLOAT + sum: one exact subtraction replaces a conversion, which runs
+    at an eighth of that rate.
+    X 16 bits: Y[m, n] = sum_k X[m, k] * w[n, k], w = (q - WZ) * WS + WR in X's dtype, one rounding. GROUP 0: one scale per row,
+    applied to the fp32 sum.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     C: tl.constexpr = 32 if GROUP == 32 else 64
-    base: tl.constexpr = 1024.0 if X.dtype.element_ty == tl.float16 else 128.0
-    pid_n, pid_m = _tile(M, N, BN, BM, ORDER)
-    n = pid_n * BN + tl.arange(0, BN)
-    m = pid_m * BM + tl.arange(0, BM)
-    row = tl.where(m < M, m, 0)
+    INTEGER: tl.constexpr = X.dtype.element_ty == tl.int8
+    n, m, row = _begin(M, N, BN, BM, ORDER, PDL)
     j = tl.arange(0, C)
-    total_steps = KP // (2 * C)
     first = 0
-    last = total_steps
+    last = KP // (2 * C)
     if SPLIT > 1:
         first = tl.program_id(1) * steps
-        last = min(first + steps, total_steps)
+        last = min(first + steps, last)
     w_pointer = W + n.to(tl.int64)[:, None] * (KP // 2) + (first * C + j)[None, :]
     x_row = X + row.to(tl.int64)[None, :] * K + j[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     total = tl.zeros((BN, BM), tl.float32)
-    scale_lo = tl.full((BN,), 1.0, tl.float32).to(X.dtype.element_ty)
-    zero_lo = tl.full((BN,), base + 8.0, tl.float32).to(X.dtype.element_ty)
-    rest_lo = tl.full((BN,), 0.0, tl.float32).to(X.dtype.element_ty)
+    if INTEGER:
+        base = tl.full((BN, BM), MAGIC, tl.int32)
+        scale_lo, scale_hi = _of_groups(WS, _channel(first, C), n, NP, GROUP)
+    else:
+        one: tl.constexpr = 1024.0 if X.dtype.element_ty == tl.float16 else 128.0
+        scale_lo = tl.full((BN,), 1.0, tl.float32).to(X.dtype.element_ty)
+        zero_lo = tl.full((BN,), one + 8.0, tl.float32).to(X.dtype.element_ty)
+        rest_lo = tl.full((BN,), 0.0, tl.float32).to(X.dtype.element_ty)
+        scale_hi, zero_hi, rest_hi = scale_lo, zero_lo, rest_lo
     for step in tl.range(first, last, num_stages=STAGES):
         channel = _channel(step, C)
         w = tl.load(w_pointer)
-        if EVEN:
-            x_lo = tl.load(x_row + channel)
-            x_hi = tl.load(x_row + channel + 64)
+        x_lo = _inputs(x_row + channel, channel + j, K, EVEN)
+        x_hi = _inputs(x_row + channel + 64, channel + j + 64, K, EVEN)
+        if INTEGER:  # the next step's scales, asked for a whole step ahead
+            next_lo, next_hi = _of_groups(WS, _channel(min(step + 1, last - 1), C), n, NP, GROUP)
+            lo, hi = _unpack_int8(w, ASM_LO != "")
+            part = tl.dot(lo, x_lo, base, out_dtype=tl.int32)
+            if GROUP < 128:
+                by = scale_lo.to(tl.float32)[:, None]
+                acc = tl.fma(part.to(tl.float32, bitcast=True) - MAGIC_FLOAT, by, acc)
+                part = tl.dot(hi, x_hi, base, out_dtype=tl.int32)
+            else:
+                part = tl.dot(hi, x_hi, part, out_dtype=tl.int32)
+            acc = tl.fma(part.to(tl.float32, bitcast=True) - MAGIC_FLOAT, scale_hi.to(tl.float32)[:, None], acc)
+            scale_lo, scale_hi = next_lo, next_hi
         else:
-            x_lo = tl.load(x_row + channel, mask=(channel + j < K)[:, None], other=0)
-            x_hi = tl.load(x_row + channel + 64, mask=(channel + j + 64 < K)[:, None], other=0)
-        if GROUP > 0:
-            at = (channel // GROUP) * NP + n
-            scale_lo = tl.load(WS + at)
+            if GROUP > 0:
+                scale_lo, scale_hi = _of_groups(WS, channel, n, NP, GROUP)
             if ZERO:
-                zero_lo = tl.load(WZ + at)
-                rest_lo = tl.load(WR + at)
-        scale_hi, zero_hi, rest_hi = scale_lo, zero_lo, rest_lo
-        if GROUP > 0 and GROUP < 128:
-            at = ((channel + 64) // GROUP) * NP + n
-            scale_hi = tl.load(WS + at)
-            if ZERO:
-                zero_hi = tl.load(WZ + at)
-                rest_hi = tl.load(WR + at)
-        lo = _unpack_float(w, scale_lo[:, None], zero_lo[:, None], rest_lo[:, None], 0, ASM_LO)
-        acc = tl.dot(lo, x_lo, acc)
-        hi = _unpack_float(w, scale_hi[:, None], zero_hi[:, None], rest_hi[:, None], 4, ASM_HI)
-        acc = tl.dot(hi, x_hi, acc)
+                zero_lo, zero_hi = _of_groups(WZ, channel, n, NP, GROUP)
+                rest_lo, rest_hi = _of_groups(WR, channel, n, NP, GROUP)
+            lo = _unpack_float(w, scale_lo[:, None], zero_lo[:, None], rest_lo[:, None], 0, ASM_LO)
+            acc = tl.dot(lo, x_lo, acc)
+            hi = _unpack_float(w, scale_hi[:, None], zero_hi[:, None], rest_hi[:, None], 4, ASM_HI)
+            acc = tl.dot(hi, x_hi, acc)
         w_pointer += C
         if SEGMENTS > 1 and SPLIT == 1:  # noqa: SIM102  (constant; the next line is not)
             if (step + 1) % steps == 0:
@@ -328,39 +262,11 @@ def float_linear(
     elif SEGMENTS > 1:
         acc = total + acc
     if finish:
-        if GROUP == 0:
+        if INTEGER:
+            acc = acc * tl.load(XS + row)[None, :]
+        elif GROUP == 0:
             acc = acc * tl.load(WS + n).to(tl.float32)[:, None]
         _store(acc, Y, n, m, M, N)
-
-
-@triton.jit(do_not_specialize=["M"])
-def dense_linear(
-    X, W, Y, M, N, K,
-    EVEN: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Y[m, n] = sum_k X[m, k] W[n, k] in fp32, k in one fixed order whatever M. X [M, K], W [N, K] of one float dtype."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    pid_n, pid_m = _tile(M, N, BN, BM, ORDER)
-    n = pid_n * BN + tl.arange(0, BN)
-    m = pid_m * BM + tl.arange(0, BM)
-    k = tl.arange(0, BK)
-    w_pointer = W + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + k[None, :]
-    x_pointer = X + tl.where(m < M, m, 0).to(tl.int64)[None, :] * K + k[:, None]
-    acc = tl.zeros((BN, BM), tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        if EVEN:
-            w = tl.load(w_pointer)
-            x = tl.load(x_pointer)
-        else:
-            w = tl.load(w_pointer, mask=(k0 + k < K)[None, :], other=0.0)
-            x = tl.load(x_pointer, mask=(k0 + k < K)[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-        w_pointer += BK
-        x_pointer += BK
-    _store(acc, Y, n, m, M, N)
 
 
 # ---- tiles --------------------------------------------------------------------------------------------------------
@@ -369,7 +275,7 @@ def dense_linear(
 class Tile(NamedTuple):
     """One launch: BN weight rows x BM tokens, BK input channels a step, the K axis over `split` programs (0: the segments).
 
-    order: see `_tile`. overlap: let the launch start while the kernel before it drains, where the device can.
+    order: see `_begin`. overlap: let the launch start while the kernel before it drains, where the device can.
     """
 
     BN: int
@@ -395,36 +301,19 @@ class Row(NamedTuple):
 ANY = 1 << 30
 TILES: dict[str, tuple[Row, ...]] = {
     "hopper": (
-        Row("int4", 16, 6144, ANY, Tile(64, 16, 256, 4, 3, 4)),
-        Row("int4", 16, 16384, ANY, Tile(64, 16, 256, 1, 4, 4)),
-        Row("int4", 16, ANY, ANY, Tile(128, 16, 256, 1, 3, 8)),
-        Row("int4", 32, 6144, ANY, Tile(64, 32, 256, 4, 3, 4)),
-        Row("int4", 32, ANY, ANY, Tile(64, 32, 256, 1, 4, 4)),
-        Row("int4", 64, 6144, 6144, Tile(64, 32, 256, 2, 3, 4)),
-        Row("int4", 64, 6144, ANY, Tile(64, 32, 256, 4, 3, 4)),
+        Row("int4", 16, ANY, ANY, Tile(64, 16, 256, 1, 4, 4)),
         Row("int4", 64, ANY, ANY, Tile(128, 64, 256, 1, 3, 8)),
-        Row("int4", 128, 6144, 6144, Tile(64, 64, 128, 2, 3, 4)),
-        Row("int4", 128, 6144, ANY, Tile(128, 64, 256, 2, 3, 8)),
-        Row("int4", 128, ANY, ANY, Tile(128, 64, 256, 1, 3, 8)),
-        Row("int4", 256, 6144, ANY, Tile(128, 128, 128, 2, 3, 4)),
-        Row("int4", 256, ANY, ANY, Tile(128, 128, 128, 1, 3, 4)),
-        Row("int4", ANY, 6144, ANY, Tile(128, 128, 128, 1, 3, 8)),
         Row("int4", ANY, ANY, ANY, Tile(128, 128, 128, 1, 3, 4, 16)),
         Row("group", 16, ANY, ANY, Tile(64, 16, 128, 0, 3, 4)),
         Row("group", 64, 6144, ANY, Tile(128, 32, 128, 0, 3, 4)),
-        Row("group", 64, 16384, ANY, Tile(64, 64, 128, 0, 3, 4)),
-        Row("group", 64, ANY, ANY, Tile(128, 64, 128, 0, 3, 4)),
         Row("group", 128, 6144, ANY, Tile(64, 64, 128, 0, 3, 4)),
         Row("group", 128, ANY, ANY, Tile(128, 64, 128, 0, 3, 4)),
         Row("group", ANY, ANY, ANY, Tile(64, 128, 128, 0, 3, 4)),
-        Row("int8", 16, 6144, ANY, Tile(64, 16, 256, 4, 4, 4)),
         Row("int8", 16, ANY, ANY, Tile(64, 16, 256, 2, 4, 4)),
         Row("int8", 64, ANY, ANY, Tile(64, 64, 128, 2, 5, 4)),
         Row("int8", 128, 6144, ANY, Tile(128, 128, 128, 2, 4, 8)),
-        Row("int8", 256, ANY, ANY, Tile(128, 128, 128, 1, 4, 8)),
         Row("int8", ANY, ANY, ANY, Tile(128, 256, 128, 1, 3, 8)),
         Row("float4", 16, ANY, ANY, Tile(64, 16, 128, 0, 5, 4)),
-        Row("float4", 32, ANY, ANY, Tile(64, 32, 128, 0, 5, 4)),
         Row("float4", 64, ANY, ANY, Tile(128, 64, 128, 0, 4, 8)),
         Row("float4", ANY, ANY, ANY, Tile(128, 128, 128, 1, 4, 8)),
         Row("dense", 16, ANY, ANY, Tile(64, 16, 128, 1, 4, 4)),
@@ -443,11 +332,9 @@ TILES: dict[str, tuple[Row, ...]] = {
 
 def tile_for(kind: str, tokens: int, rows: int, channels: int, capability: tuple[int, int] | None) -> Tile:
     """The table's choice. `capability` is CUDA's (major, minor), None for other devices."""
-    table = TILES["hopper" if capability is not None and capability[0] == 9 else ""]
-    for row in table:
-        if row.kind in (kind, "") and tokens <= row.tokens and rows <= row.rows and channels <= row.channels:
-            return row.tile
-    raise LookupError(f"no tile for {kind} with {tokens} tokens on {capability}")  # unreachable: tables end in ANY
+    fits = lambda row: tokens <= row.tokens and rows <= row.rows and channels <= row.channels  # noqa: E731
+    table = TILES["hopper" if (capability or (0, 0))[0] == 9 else ""]
+    return next(row.tile for row in table if row.kind in (kind, "") and fits(row))
 
 
 def interpreting() -> bool:
@@ -471,16 +358,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return (low | (high << 4)).reshape(n, k // 2)
 
 
-def unpack_nibbles(packed: Tensor, signed: bool = True) -> Tensor:
-    """The inverse of `pack_nibbles`. int8 [N, K / 2] -> int8 [N, K]."""
-    n, half = packed.shape
-    pairs = packed.view(n, half * 2 // BLOCK, 1, BLOCK // 2)
-    codes = torch.cat((pairs & 15, (pairs >> 4) & 15), 2)
-    if signed:
-        codes = (codes ^ 8) - 8
-    return codes.reshape(n, half * 2)
-
-
 def _pad(t: Tensor, rows: int, columns: int, value: int = 0) -> Tensor:
     return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]), value=value)
 
@@ -494,7 +371,7 @@ class Packed:
     """A weight in this file's layout. N and K are the layer's, the tensors are padded with codes of value zero.
 
     kind: row of the tile table. codes: int8 [N padded, K padded (/ 2)]. scale: [N padded] or [groups, N padded]. zero,
-    rest: see `float_linear`. segments: how many fixed parts the fp32 sum over K has. arrivals: int32, zero between launches.
+    rest: see `group_linear`. segments: how many fixed parts the fp32 sum over K has. arrivals: int32, zero between launches.
     """
 
     kind: str
@@ -537,15 +414,15 @@ def _narrowest(scale: Tensor) -> Tensor:
     return scale
 
 
-def _by_group(values: Tensor, group: int, n_padded: int, k_padded: int) -> Tensor:
-    """[N, groups] -> [K padded / group, N padded], contiguous, padded with zeros."""
-    return _pad(values, n_padded, k_padded // group).t().contiguous()
-
-
-def _common_group(weight: QTensor) -> tuple[int, int]:
-    """(group the kernels use, how often a stored scale repeats): groups above 128 repeat their scale."""
-    group = weight.spec.group or weight.shape[1]
-    return (BLOCK, group // BLOCK) if group > BLOCK else (group, 1)
+def by_group(weight: QTensor, k_padded: int) -> tuple[int, Tensor, Tensor | None]:
+    """(channels of a group: 32, 64 or 128, scales, zeros [N, groups] each): wider groups repeat theirs."""
+    group, repeat = weight.spec.group or weight.shape[1], 1
+    if weight.scale.shape[1] == 1:
+        group, repeat = BLOCK, k_padded // BLOCK
+    elif group > BLOCK:
+        group, repeat = BLOCK, group // BLOCK
+    zero = None if weight.zero is None else weight.zero.repeat_interleave(repeat, 1)
+    return group, weight.scale.repeat_interleave(repeat, 1), zero
 
 
 def pack_int(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
@@ -567,82 +444,60 @@ def _pack_group(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
     assert isinstance(weight, QTensor)
     weight = weight.to(shape.device)
     n_padded, k_padded = _round_up(weight.shape[0], ROWS), _round_up(weight.shape[1], BLOCK)
-    group, repeat = _common_group(weight)
-    scale = _narrowest((weight.scale / 16).repeat_interleave(repeat, 1))
-    codes = pack_nibbles(_pad(weight.codes, n_padded, k_padded))
-    return _packed("group", weight, shape, codes, _by_group(scale, group, n_padded, k_padded), group)
-
-
-def _pack_float(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
-    assert isinstance(weight, QTensor)
-    weight = weight.to(shape.device)
-    n_padded, k_padded = _round_up(weight.shape[0], ROWS), _round_up(weight.shape[1], BLOCK)
-    offset = 8 if weight.spec.num.qmin < 0 else 0  # the kernel reads unsigned nibbles
-    codes = pack_nibbles(_pad(weight.codes + offset, n_padded, k_padded, 8))
-    if weight.zero is None and weight.scale.shape[1] == 1:
+    floats = shape.scheme.act is None
+    offset = 8 if floats and weight.spec.num.qmin < 0 else 0  # unsigned nibbles
+    codes = pack_nibbles(_pad(weight.codes + offset, n_padded, k_padded, 8 if floats else 0))
+    if floats and weight.zero is None and weight.scale.shape[1] == 1:
         scale = _pad(weight.scale.expand(weight.shape[0], 1).contiguous(), n_padded, 1).view(-1)
         return _packed("float4", weight, shape, codes, scale)
-    group, repeat = _common_group(weight)
-    if weight.scale.shape[1] == 1:  # per channel with a zero: as groups
-        group, repeat = BLOCK, k_padded // BLOCK
-    scale = weight.scale.repeat_interleave(repeat, 1)
+    group, scale, zeros = by_group(weight, k_padded)
+    whole = lambda values: _pad(values, n_padded, k_padded // group).t().contiguous()  # noqa: E731
+    if not floats:
+        return _packed("group", weight, shape, codes, whole(_narrowest(scale / 16)), group)
     zero = rest = None
-    if weight.zero is not None:
+    if zeros is not None:
         # Only whole numbers survive 16 bits beside 128 (1024): the fraction of a zero becomes an addend.
-        exact = weight.zero.repeat_interleave(repeat, 1) + offset
-        whole = exact.round().clamp(-64, 64)
-        base = 1024 if shape.dtype == torch.float16 else 128
-        zero = _by_group((whole + base).to(shape.dtype), group, n_padded, k_padded)
-        rest = _by_group(((whole - exact) * scale).to(shape.dtype), group, n_padded, k_padded)
-    scale = _by_group(scale.to(shape.dtype), group, n_padded, k_padded)
-    return _packed("float4", weight, shape, codes, scale, group, zero, rest)
+        exact = zeros + offset
+        near = exact.round().clamp(-64, 64)
+        zero = whole((near + (1024 if shape.dtype == torch.float16 else 128)).to(shape.dtype))
+        rest = whole(((near - exact) * scale).to(shape.dtype))
+    return _packed("float4", weight, shape, codes, whole(scale.to(shape.dtype)), group, zero, rest)
 
 
 # ---- launching ----------------------------------------------------------------------------------------------------
 
 
-def _plan(packed: Packed, tokens: int, device: torch.device) -> Tile:
-    """The tile, cut to what this weight allows."""
-    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, packed.k, _capability(device))
-    BK = tile.BK if packed.k_padded % tile.BK == 0 else BLOCK
-    tiles = triton.cdiv(packed.n, tile.BN) * triton.cdiv(tokens, tile.BM)
-    if packed.kind in ("group", "float4"):
-        split = packed.segments if tile.split == 0 or tile.split > 1 else 1
-    else:
-        split = min(tile.split or 2, packed.k_padded // BK)
-    if tiles > packed.arrivals.numel():
-        split = 1
-    return tile._replace(BK=BK, split=split)
-
-
-def _launch(kernel: Callable, packed: Packed, tokens: int, device: torch.device, heads: tuple, **flags) -> Tensor:
-    """Allocate output and partials and run `kernel(*heads, y, partials, arrivals, *middle, ...)`."""
+def _launch(kernel: Callable, packed: Packed, x: Tensor, heads: tuple, **flags) -> Tensor:
+    """Allocate output and partials and run `kernel(x, *heads, y, partials, arrivals, sizes, ...)` with a tile cut to what this
+    weight allows."""
+    tokens, device = x.shape[0], x.device
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=device)
     if tokens == 0:
         return y
-    tile = _plan(packed, tokens, device)
+    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, packed.k, _capability(device))
+    BK = tile.BK if packed.k_padded % tile.BK == 0 else BLOCK
     tiles = triton.cdiv(packed.n, tile.BN) * triton.cdiv(tokens, tile.BM)
-    partials = y
-    if tile.split > 1:
-        wide = torch.float32 if packed.kind in ("group", "float4") else torch.int32
-        partials = torch.empty(tiles * tile.split * tile.BN * tile.BM, dtype=wide, device=device)
-    middle: tuple[int, ...] = ()
-    if packed.kind in ("int4", "int8"):
-        flags["BK"] = tile.BK
-    else:
+    sizes: tuple[int, ...] = (tokens, packed.n, packed.k, packed.k_padded)
+    if packed.kind in ("group", "float4"):
+        split, wide = packed.segments if tile.split == 0 or tile.split > 1 else 1, torch.float32
         flags["SEGMENTS"] = packed.segments
         step = 64 if packed.group == 32 else BLOCK
-        middle = (packed.scale.shape[-1], triton.cdiv(packed.k_padded // step, packed.segments))
-    launch = {"num_warps": tile.warps, "num_stages": tile.stages}
+        sizes += (packed.scale.shape[-1], triton.cdiv(packed.k_padded // step, packed.segments))
+    else:
+        split, wide = min(tile.split or 2, packed.k_padded // BK), torch.int32
+        flags["BK"] = BK
+    split = 1 if tiles > packed.arrivals.numel() else split
+    partials = y if split == 1 else torch.empty(tiles * split * tile.BN * tile.BM, dtype=wide, device=device)
     overlap = tile.overlap and overlaps(device)
-    if overlap:
-        launch["launch_pdl"] = True
-    kernel[(tiles, tile.split)](
-        *heads, y, partials, packed.arrivals, tokens, packed.n, packed.k, packed.k_padded, *middle,
-        EVEN=packed.k == packed.k_padded, BN=tile.BN, BM=tile.BM, SPLIT=tile.split, ORDER=tile.order, STAGES=tile.stages,
-        PDL=overlap, **flags, **launch,
+    kernel[(tiles, split)](
+        x, *heads, y, partials, packed.arrivals, *sizes, EVEN=packed.k == packed.k_padded, BN=tile.BN, BM=tile.BM, SPLIT=split,
+        ORDER=tile.order, STAGES=tile.stages, PDL=overlap, **flags, **_options(tile, overlap),
     )  # fmt: skip
     return y
+
+
+def _options(tile: Tile, overlap: bool) -> dict[str, int | bool]:
+    return {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if overlap else {})
 
 
 def uses_assembly(device: torch.device) -> bool:
@@ -651,33 +506,23 @@ def uses_assembly(device: torch.device) -> bool:
 
 def overlaps(device: torch.device) -> bool:
     """Whether launches may start while the kernel before them drains (programmatic dependent launch)."""
-    capability = _capability(device)
-    return capability is not None and capability[0] >= 9 and not interpreting()
+    return (_capability(device) or (0, 0))[0] >= 9 and not interpreting()
 
 
 def run_int(packed: Packed, x: Rows | Tensor) -> Tensor:
     assert isinstance(x, Rows)
-    codes = x.codes.contiguous()
-    heads = (codes, x.scale, packed.codes, packed.scale)
-    bits, asm = (8 if packed.kind == "int8" else 4), uses_assembly(codes.device)
-    return _launch(int_linear, packed, codes.shape[0], codes.device, heads, BITS=bits, ASM=asm)
+    heads, bits = (x.scale, packed.codes, packed.scale), 8 if packed.kind == "int8" else 4
+    return _launch(plain_linear, packed, x.codes.contiguous(), heads, BITS=bits, ASM=uses_assembly(x.codes.device))
 
 
 def _run_group(packed: Packed, x: Rows | Tensor) -> Tensor:
-    assert isinstance(x, Rows)
-    codes = x.codes.contiguous()
-    heads, asm = (codes, x.scale, packed.codes, packed.scale), uses_assembly(codes.device)
-    return _launch(group_linear, packed, codes.shape[0], codes.device, heads, GROUP=packed.group, ASM=asm)
-
-
-def _run_float(packed: Packed, x: Rows | Tensor) -> Tensor:
-    assert isinstance(x, Tensor)
-    x = x.contiguous()
+    codes, x_scale = (x.codes, x.scale) if isinstance(x, Rows) else (x, packed.scale)
     zero, rest = (packed.scale, packed.scale) if packed.zero is None else (packed.zero, packed.rest)
-    heads = (x, packed.codes, packed.scale, zero, rest)
-    asm = [float_assembly(x.dtype == torch.float16, high) if uses_assembly(x.device) else "" for high in (False, True)]
-    flags = {"GROUP": packed.group, "ZERO": packed.zero is not None, "ASM_LO": asm[0], "ASM_HI": asm[1]}
-    return _launch(float_linear, packed, x.shape[0], x.device, heads, **flags)
+    heads = (x_scale, packed.codes, packed.scale, zero, rest)
+    half, assembly = codes.dtype == torch.float16, uses_assembly(codes.device)
+    low, high = (float_assembly(half, high) if assembly else "" for high in (False, True))
+    flags = {"GROUP": packed.group, "ZERO": packed.zero is not None, "ASM_LO": low, "ASM_HI": high}
+    return _launch(group_linear, packed, codes.contiguous(), heads, **flags)
 
 
 def with_tile(packed: Packed, tile: Tile) -> Packed:
@@ -694,12 +539,12 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return y
     tile = tile_for("dense", tokens, weight.shape[0], channels, _capability(hidden.device))
     BK = min(tile.BK, 32) if weight.dtype == torch.float32 else tile.BK
-    launch = {"launch_pdl": True} if overlaps(hidden.device) else {}
+    overlap = overlaps(hidden.device)
     tiles = triton.cdiv(weight.shape[0], tile.BN) * triton.cdiv(tokens, tile.BM)
-    dense_linear[(tiles,)](
-        hidden, weight, y, tokens, weight.shape[0], channels, EVEN=channels % BK == 0, BN=tile.BN, BM=tile.BM, BK=BK,
-        ORDER=tile.order, STAGES=tile.stages, PDL=overlaps(hidden.device), num_warps=tile.warps, num_stages=tile.stages,
-        **launch,
+    plain_linear[(tiles, 1)](
+        hidden, hidden, weight, weight, y, y, y, tokens, weight.shape[0], channels, channels, BITS=16, EVEN=channels % BK == 0,
+        BN=tile.BN, BM=tile.BM, BK=BK, SPLIT=1, ORDER=tile.order, STAGES=tile.stages, ASM=False, PDL=overlap,
+        **_options(tile, overlap),
     )  # fmt: skip
     return y
 
@@ -707,54 +552,38 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 # ---- what each accepts --------------------------------------------------------------------------------------------
 
 
-def _refuse_device(shape: LinearShape) -> str | None:
-    if shape.device.type != "cuda" and not interpreting():
+def _refuse(shape: LinearShape, group: int) -> str | None:
+    """What no kernel here takes: weights not in contiguous groups of one row, of a size it can, and devices."""
+    weight, device = shape.scheme.weight, shape.device
+    assert weight is not None
+    if shape.has_order:
+        return "wants contiguous groups, not GPTQ's g_idx"
+    if weight.tile[0] not in (1, None) or (group not in (32, 64) and group % BLOCK and group != shape.in_features):
+        return f"wants groups of 32, 64 or multiples of 128 of one row, not a tile of {weight.tile}"
+    if shape.in_features % group:
+        return f"{shape.in_features} input channels are not whole groups of {group}"
+    if device.type != "cuda" and not interpreting():
         return "wants a GPU"
-    if _capability(shape.device) is not None and _capability(shape.device) < (8, 0):
-        return "wants compute capability 8.0 or later"
-    return None
+    return "wants compute capability 8.0 or later" if (_capability(device) or (8, 0)) < (8, 0) else None
 
 
-def _accepts_int(shape: LinearShape) -> str | None:
+def _accepts_int8(shape: LinearShape, groups: bool = False) -> str | None:
+    """Per channel, or groups on an int8 grid; `groups`: int4 in groups with scales of their own."""
     weight = shape.scheme.weight
     if weight is None or shape.scheme.act != PER_TOKEN_INT8:
         return "wants quantized weights with int8 activations per token"
     if weight.num.kind != "int" or weight.num.qmin >= 0 or weight.zero:
         return "wants symmetric integer weights"
-    if shape.has_order:
-        return "wants contiguous groups, not GPTQ's g_idx"
-    if weight.over is None and weight.group is not None and weight.group != shape.in_features:
+    if groups and (weight.num != INT4 or weight.over or not weight.group):
+        return "wants int4 weights with one scale per group"
+    if not groups and weight.over is None and weight.group not in (None, shape.in_features):
         return "wants one scale per channel"
-    if weight.over is None and weight.tile[0] not in (1, None):
-        return f"wants one scale per channel, not a tile of {weight.tile[0]} rows"
     if shape.in_features > LARGEST_IN:
         return f"int32 may overflow beyond {LARGEST_IN} input channels"
-    return _refuse_device(shape)
+    return _refuse(shape, (weight.group if groups else None) or shape.in_features)
 
 
-def _refuse_group(shape: LinearShape) -> str | None:
-    weight = shape.scheme.weight
-    assert weight is not None
-    if shape.has_order:
-        return "wants contiguous groups, not GPTQ's g_idx"
-    group = weight.group or shape.in_features
-    if weight.tile[0] not in (1, None) or (group not in (32, 64) and group % BLOCK and group != shape.in_features):
-        return f"wants groups of 32, 64 or multiples of 128 of one row, not a tile of {weight.tile}"
-    if shape.in_features % group:
-        return f"{shape.in_features} input channels are not whole groups of {group}"
-    return None
-
-
-def _accepts_group(shape: LinearShape) -> str | None:
-    weight = shape.scheme.weight
-    if weight is None or shape.scheme.act != PER_TOKEN_INT8:
-        return "wants quantized weights with int8 activations per token"
-    if weight.num != INT4 or weight.zero or weight.over or not weight.group:
-        return "wants symmetric int4 weights with one scale per group"
-    return _refuse_group(shape) or _refuse_device(shape)
-
-
-def _accepts_float(shape: LinearShape) -> str | None:
+def accepts_float(shape: LinearShape) -> str | None:
     weight = shape.scheme.weight
     if weight is None or shape.scheme.act is not None or weight.num.kind != "int" or weight.num.bits != 4 or weight.over:
         return "wants 4-bit integer weights with 16-bit activations"
@@ -762,11 +591,11 @@ def _accepts_float(shape: LinearShape) -> str | None:
         return "wants a zero beside unsigned codes"
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return f"wants bfloat16 or float16 activations, not {shape.dtype}"
-    return _refuse_group(shape) or _refuse_device(shape)
+    return _refuse(shape, weight.group or shape.in_features)
 
 
 KERNELS = (
-    LinearKernel("triton int8", _accepts_int, pack_int, run_int, PER_TOKEN_INT8),
-    LinearKernel("triton int4 groups", _accepts_group, _pack_group, _run_group, PER_TOKEN_INT8),
-    LinearKernel("triton w4a16", _accepts_float, _pack_float, _run_float, None),
+    LinearKernel("triton int8", _accepts_int8, pack_int, run_int, PER_TOKEN_INT8),
+    LinearKernel("triton int4 groups", partial(_accepts_int8, groups=True), _pack_group, _run_group, PER_TOKEN_INT8),
+    LinearKernel("triton w4a16", accepts_float, _pack_group, _run_group, None),
 )

@@ -85,6 +85,12 @@ def missing() -> str | None:
     return None
 
 
+def source(name: str) -> str:
+    """The text of `name` in this folder behind the helpers that all of them share."""
+    folder = Path(__file__).parent
+    return folder.joinpath("sm90.cuh").read_text() + folder.joinpath(name).read_text()
+
+
 def machine_code(source: str, defines: Mapping[str, int]) -> bytes:
     """The cubin of `source` with the macros `defines`, cached or compiled. RuntimeError has the compiler's log."""
     nvrtc = compiler()

@@ -1,6 +1,6 @@
 """Portable Triton kernels for everything around the matrix products: norms, activations, row quantization, RoPE with the
-cache write, and (from `attention_triton`) paged attention. `OPS` is what a CUDA or ROCm device runs; `kernels.reference` says
-what each op means.
+cache write, and (from `attention_triton`) paged attention. `OPS` is what a CUDA or ROCm device runs, but for rows on Hopper
+(`ops_hopper`); `kernels.reference` says what each op means.
 
 One idea: a row is reduced by one program, whole, in an order fixed by its width alone, so no result depends on how many
 other rows there are. Nothing here allocates workspaces, synchronises or looks at a tensor's values on the host, so every op
@@ -22,6 +22,8 @@ from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 below 2^22 to the nearest integer, ties to even, on every device.
 _ROUND = tl.constexpr(12582912.0)
+_ROUND_BITS = tl.constexpr(0x4B400000)
+NORM_WARPS, SILU_WARPS = 8, 16  # of a row's program at most, from a chain with linears on an H200
 TURNED_ROWS = 32  # of one program, whatever the batch: a row's bits must not depend on it
 _SMALLEST_ABSMAX = tl.constexpr(1e-10)  # formats.numerics.SMALLEST_ABSMAX
 
@@ -32,78 +34,156 @@ def _round(x):
 
 
 @triton.jit
-def _follow(PDL: tl.constexpr):
-    """Started early, while the kernel before this one drains: wait for its results, and let the next one start early too."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+def _integer(x):
+    """int32 of `_round`, without the conversion unit, which gives one number where others give eight."""
+    return (x + _ROUND).to(tl.int32, bitcast=True) - _ROUND_BITS
 
 
 @triton.jit
-def _store_int8_row(y, codes_ptr, scale_ptr, row, column, kept, width):
-    """Symmetric int8 of one fp32 row whose masked tail is zero; the same bits as `formats.numerics.quantize_rows`."""
-    absmax = tl.maximum(tl.max(tl.abs(y), 0), _SMALLEST_ABSMAX)
-    codes = _round(y * tl.math.div_rn(127.0, absmax))
-    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
-    tl.store(codes_ptr + row * width + column, codes, mask=kept)
+def _follow(PDL: tl.constexpr):
+    """Started early, while the kernel before this one runs: let the next start as early, and wait for the one before, whole.
+    Every kernel waits before it reads or writes what another one does, so the end of one is the end of all before it."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _store_int8_row(ys, absmax, codes_ptr, scale_ptr, row, lane, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Symmetric int8 of one fp32 row in chunks; the same bits as `formats.numerics.quantize_rows`."""
+    absmax = tl.maximum(absmax, _SMALLEST_ABSMAX)
+    inverse = tl.math.div_rn(127.0, absmax)
+    for i in tl.static_range(len(ys)):
+        codes = _integer(ys[i] * inverse).to(tl.int8)  # none beyond 127: no value is larger than absmax
+        tl.store(codes_ptr + row * WIDTH + i * CHUNK + lane, codes, mask=i * CHUNK + lane < WIDTH)
     tl.store(scale_ptr + row, tl.math.div_rn(absmax, 127.0))
 
 
 @triton.jit
+def _load_row(ptr, lane, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """A row in chunks, zeros behind its end."""
+    chunks = ()
+    for first in tl.static_range(0, WIDTH, CHUNK):
+        chunks += (tl.load(ptr + first + lane, mask=first + lane < WIDTH, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _sum_and_most(sum, most, other_sum, other_most):
+    return sum + other_sum, tl.maximum(most, other_most)
+
+
+@triton.jit
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, h_ptr, y_ptr, scale_ptr, eps,
-                     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
+                     WIDTH: tl.constexpr, CHUNK: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
                      PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    kept = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=kept, other=0.0).to(tl.float32)
+    lane = tl.arange(0, CHUNK)
+    weights = _load_row(weight_ptr, lane, WIDTH, CHUNK)
     _follow(PDL)
-    h = tl.load(x_ptr + row * WIDTH + column, mask=kept, other=0.0)
+    hs = _load_row(x_ptr + row * WIDTH, lane, WIDTH, CHUNK)
     if RESIDUAL:
-        other = tl.load(residual_ptr + row * WIDTH + column, mask=kept, other=0.0)
-        h = (h.to(tl.float32) + other.to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(h_ptr + row * WIDTH + column, h, mask=kept)
-    wide = h.to(tl.float32)
-    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps) * weight
+        others = _load_row(residual_ptr + row * WIDTH, lane, WIDTH, CHUNK)
+    # One reduction for both: 1 / rms is positive, so the largest product is the largest result too.
+    squares, most, ys = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), ()
+    for i in tl.static_range(len(hs)):
+        h = hs[i]
+        if RESIDUAL:
+            h = (h.to(tl.float32) + others[i].to(tl.float32)).to(x_ptr.dtype.element_ty)
+            tl.store(h_ptr + row * WIDTH + i * CHUNK + lane, h, mask=i * CHUNK + lane < WIDTH)
+        wide = h.to(tl.float32)
+        y = wide * weights[i].to(tl.float32)
+        squares += wide * wide
+        most = tl.maximum(most, tl.abs(y))
+        ys += (y,)
+    total, absmax = tl.reduce((squares, most), 0, _sum_and_most)
+    inverse = tl.rsqrt(total / WIDTH + eps)
+    out = ()
+    for i in tl.static_range(len(ys)):
+        out += (ys[i] * inverse,)
     if QUANTIZE:
-        _store_int8_row(y, y_ptr, scale_ptr, row, column, kept, WIDTH)
+        _store_int8_row(out, absmax * inverse, y_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
     else:
-        tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=kept)
+        for i in tl.static_range(len(out)):
+            tl.store(y_ptr + row * WIDTH + i * CHUNK + lane, out[i].to(y_ptr.dtype.element_ty),
+                     mask=i * CHUNK + lane < WIDTH)
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
-                     PDL: tl.constexpr):
-    _follow(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = column < WIDTH
-    gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=kept, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=kept, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    if QUANTIZE:
-        _store_int8_row(y, y_ptr, scale_ptr, row, column, kept, WIDTH)
-    else:
-        tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=kept)
+def _signs(BLOCK: tl.constexpr):
+    """Hadamard's matrices of BLOCK (at most 16, Sylvester's order) along the diagonal of [16, 16]: 1, -1, else 0. fp32."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    both = row & column & (BLOCK - 1)
+    both ^= both >> 2
+    both ^= both >> 1
+    return tl.where(row // BLOCK == column // BLOCK, 1.0 - 2.0 * (both & 1).to(tl.float32), 0.0)
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _hadamard(y, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
+    """PART neighbours of y [CHUNK] times Hadamard's matrix of PART (at most 16), not scaled. Then the bits of a place in BLOCK
+    that are done go to the top: once all have been there, all lies as before."""
+    y = tl.dot(y.reshape(CHUNK // 16, 16), _signs(PART), input_precision=PRECISION)
+    return y.reshape(CHUNK // BLOCK, BLOCK // PART, PART).permute(0, 2, 1).reshape(CHUNK)
+
+
+@triton.jit
+def _silu(x, ASM: tl.constexpr):
+    if ASM:  # the approximations that tl.exp and / use too, less their care for results below 2^-126
+        return tl.inline_asm_elementwise("""{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
+            add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }""", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, QUANTIZE: tl.constexpr,
+                     HADAMARD: tl.constexpr, ROOT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr):
+    """ROOT: 1 / sqrt(HADAMARD). Without QUANTIZE a program has one chunk of the row."""
     _follow(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    kept = column < WIDTH
-    x = tl.load(x_ptr + row * WIDTH + column, mask=kept, other=0.0).to(tl.float32)
-    _store_int8_row(x, codes_ptr, scale_ptr, row, column, kept, WIDTH)
+    lane = tl.arange(0, CHUNK)
+    gate_ptr = x_ptr + row * 2 * WIDTH
+    if QUANTIZE:
+        gates, ups = _load_row(gate_ptr, lane, WIDTH, CHUNK), _load_row(gate_ptr + WIDTH, lane, WIDTH, CHUNK)
+    else:
+        column = tl.program_id(1) * CHUNK + lane
+        gates = (tl.load(gate_ptr + column, mask=column < WIDTH, other=0.0),)
+        ups = (tl.load(gate_ptr + WIDTH + column, mask=column < WIDTH, other=0.0),)
+    most, ys = tl.zeros((CHUNK,), tl.float32), ()
+    for i in tl.static_range(len(gates)):
+        y = _silu(gates[i].to(tl.float32), ASM) * ups[i].to(tl.float32)
+        if HADAMARD:
+            for done in tl.static_range(0, 16, 4):
+                if HADAMARD >> done > 1:
+                    y = _hadamard(y, CHUNK, HADAMARD, min(16, HADAMARD >> done), "tf32x3" if ASM else "ieee")
+            y *= ROOT
+        most = tl.maximum(most, tl.abs(y))
+        ys += (y,)
+    if QUANTIZE:
+        _store_int8_row(ys, tl.max(most, 0), y_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
+    else:
+        tl.store(y_ptr + row * WIDTH + column, ys[0].to(y_ptr.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    _follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHUNK)
+    xs = _load_row(x_ptr + row * WIDTH, lane, WIDTH, CHUNK)
+    most, ys = tl.zeros((CHUNK,), tl.float32), ()
+    for i in tl.static_range(len(xs)):
+        ys += (xs[i].to(tl.float32),)
+        most = tl.maximum(most, tl.abs(ys[i]))
+    _store_int8_row(ys, tl.max(most, 0), codes_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
 
 
 def _row_shape(width: int, most_warps: int) -> tuple[int, int]:
-    """(block, warps) of a whole-row program, at least 16 and at most 64 values a thread. A function of width alone.
-
-    Measured on an H200: 4 warps for norms, 16 for the wider rows that need no sum (`python -m nybble.bench.attention`).
-    """
+    """(chunk, warps) of a whole-row program: 4 values of a chunk a thread, at most 64 of the row. A function of width alone."""
     block = triton.next_power_of_2(width)
-    return block, max(min(most_warps, max(1, block // 512)), block // 2048)
+    warps = max(min(most_warps, max(1, block // 512)), block // 2048)
+    return min(block, 128 * warps), warps
 
 
 def _launch_options(x: Tensor, warps: int) -> dict:
@@ -126,23 +206,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, qua
     h = x if residual is None else torch.empty_like(x)
     out = _rows_like(x, width) if quantize else torch.empty_like(x)
     if rows:
-        block, warps = _row_shape(width, 4)
+        chunk, warps = _row_shape(width, NORM_WARPS)
         codes, scale = out if quantize else (out, out)
         _rms_norm_kernel[(rows,)](x, x if residual is None else residual.contiguous(), weight, h, codes, scale, eps,
-                                  width, block, residual is not None, quantize, **_launch_options(x, warps))
+                                  width, chunk, residual is not None, quantize, **_launch_options(x, warps))
     return out, h
 
 
-def silu_mul(gate_up: Tensor, quantize: bool) -> Tensor | Rows:
-    """`reference.silu_mul` in one kernel. Without quantization a row needs no reduction and is spread over programs."""
+def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Rows:
+    """`reference.silu_mul` in one kernel; with `hadamard` (a power of two that divides the width, at most 16384) every so many
+    neighbours are turned by Hadamard's orthonormal matrix in fp32 before they are rounded. Without quantization a row needs no
+    reduction and is spread over programs. ValueError for a block that does not fit."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if hadamard and (hadamard & (hadamard - 1) or width % hadamard or hadamard > 16384):
+        raise ValueError(f"a Hadamard block of {hadamard} for {width} channels: want a power of two up to 16384, of which they"
+                         " are a multiple")
     gate_up = gate_up.contiguous()
     out = _rows_like(gate_up, width) if quantize else torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block, warps = _row_shape(width, 16) if quantize else (1024, 4)
+        chunk, warps = _row_shape(width, SILU_WARPS) if quantize else (1024, 4)
+        if hadamard:
+            chunk = max(chunk, 256, hadamard)  # products of at least 16 rows
+            warps = max(warps, chunk // 1024)
         codes, scale = out if quantize else (out, out)
-        _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, codes, scale, width, block, quantize,
-                                                            **_launch_options(gate_up, warps))
+        _silu_mul_kernel[(rows, 1 if quantize else triton.cdiv(width, chunk))](
+            gate_up, codes, scale, width, chunk, quantize, hadamard, hadamard**-0.5 if hadamard else 1.0,
+            linear_triton.uses_assembly(gate_up.device), **_launch_options(gate_up, warps))
     return out
 
 
@@ -151,8 +240,10 @@ def quantize_rows(x: Tensor) -> Rows:
     rows, width = x.shape
     out = _rows_like(x, width)
     if rows:
-        block, warps = _row_shape(width, 4)
-        _quantize_rows_kernel[(rows,)](x.contiguous(), out.codes, out.scale, width, block, **_launch_options(x, warps))
+        chunk, warps = _row_shape(width, NORM_WARPS)
+        # Not fused, so that the product is rounded before the sum that makes it whole: else a tie may fall to the other side.
+        _quantize_rows_kernel[(rows,)](x.contiguous(), out.codes, out.scale, width, chunk, enable_fp_fusion=False,
+                                       **_launch_options(x, warps))
     return out
 
 
@@ -195,6 +286,28 @@ def _rotated_half(x_ptr, base, column, kept, norm_ptr, inverse_rms, cos_sin_ptr,
 
 
 @triton.jit
+def _rotated_pair(x_ptr, base, column, kept, norm_ptr, inverse_rms, cos_sin_ptr, NORM: tl.constexpr, ROTARY: tl.constexpr,
+                  DIM: tl.constexpr):
+    """`_rotated_half` of channels `column` of the first half and of the same of the second, each read once if they pair up."""
+    if ROTARY == DIM:
+        dtype = x_ptr.dtype.element_ty
+        low, high = _plain_half(x_ptr, base, column, kept), _plain_half(x_ptr, base, column + DIM // 2, kept)
+        if NORM:
+            inside = column < DIM // 2
+            weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            low = (low * inverse_rms * weight).to(dtype).to(tl.float32)
+            weight = tl.load(norm_ptr + DIM // 2 + column, mask=inside, other=0.0).to(tl.float32)
+            high = (high * inverse_rms * weight).to(dtype).to(tl.float32)
+        cos = tl.load(cos_sin_ptr + column, mask=kept, other=1.0)
+        sin = tl.load(cos_sin_ptr + DIM // 2 + column, mask=kept, other=0.0)
+        first, second = low * cos - high * sin, high * cos + low * sin
+        return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    else:
+        return (_rotated_half(x_ptr, base, column, kept, norm_ptr, inverse_rms, cos_sin_ptr, NORM, ROTARY),
+                _rotated_half(x_ptr, base, column + DIM // 2, kept, norm_ptr, inverse_rms, cos_sin_ptr, NORM, ROTARY))
+
+
+@triton.jit
 def _plain_half(x_ptr, base, column, kept):
     return tl.load(x_ptr + base + column, mask=kept, other=0.0).to(tl.float32)
 
@@ -220,10 +333,10 @@ def _codes(low, high, kept, LEVELS: tl.constexpr, COUNT: tl.constexpr, CENTRED: 
     wide = step.to(tl.float32)
     inverse = tl.where(wide > 0, tl.math.div_rn(1.0, tl.where(wide > 0, wide, 1.0)), 0.0)
     # The minimum may be rounded to either side, so both ends are clamped.
-    low_codes = tl.minimum(tl.maximum(_round((low - minimum.to(tl.float32)) * inverse), 0.0), LEVELS)
-    high_codes = tl.minimum(tl.maximum(_round((high - minimum.to(tl.float32)) * inverse), 0.0), LEVELS)
+    low_codes = _integer(tl.minimum(tl.maximum((low - minimum.to(tl.float32)) * inverse, 0.0), LEVELS))
+    high_codes = _integer(tl.minimum(tl.maximum((high - minimum.to(tl.float32)) * inverse, 0.0), LEVELS))
     if CENTRED:
-        error = tl.where(kept, (low - low_codes * wide) + (high - high_codes * wide), 0.0)
+        error = tl.where(kept, (low - low_codes.to(tl.float32) * wide) + (high - high_codes.to(tl.float32) * wide), 0.0)
         minimum = (tl.sum(error, 1)[:, None] / COUNT).to(tl.float16)
     return low_codes.to(tl.uint8), high_codes.to(tl.uint8), step, minimum
 
@@ -267,9 +380,10 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
                        QUARTER: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
                        KIND: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr):
     """One program: GROUP heads of one kind (Q, K or V by program_id(1)) of one token, as two halves of their channels (what
-    int4 stores: quarters)."""
-    _follow(PDL)
+    int4 stores: quarters). Positions and slots are read early: they must not come from the kernel right before."""
     token = tl.program_id(0).to(tl.int64)
+    position, slot = tl.load(position_ptr + token).to(tl.int64), tl.load(slot_ptr + token)
+    _follow(PDL)
     part = tl.program_id(1)
     q_parts: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     kv_parts: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
@@ -277,19 +391,17 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
     half_kept = column < DIM // 2
     index = tl.arange(0, GROUP)[:, None]
     row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM
-    cos_sin = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * ROTARY
+    cos_sin = cos_sin_ptr + position * ROTARY
     if part < q_parts:
         head = part * GROUP + index
         head_kept = head < HEADS
         kept = head_kept & half_kept
         inverse_rms = _inverse_rms(row, head * DIM, column, kept, eps, DIM, Q_NORM)
-        low = _rotated_half(row, head * DIM, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
-        high = _rotated_half(row, head * DIM, column + DIM // 2, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
+        low, high = _rotated_pair(row, head * DIM, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY, DIM)
         out = q_ptr + (token * HEADS + head) * DIM + column
         tl.store(out, low.to(q_ptr.dtype.element_ty), mask=kept)
         tl.store(out + DIM // 2, high.to(q_ptr.dtype.element_ty), mask=kept)
     else:
-        slot = tl.load(slot_ptr + token)
         if slot >= 0:
             is_k = part < q_parts + kv_parts
             head = (part - q_parts - tl.where(is_k, 0, kv_parts)) * GROUP + index
@@ -303,11 +415,9 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
                 if is_k:
                     inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
                     every = head_kept & short_kept
-                    a = _rotated_half(row, base, short, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
-                    b = _rotated_half(row, base, short + DIM // 4, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
-                    c = _rotated_half(row, base, short + DIM // 2, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
-                    d = _rotated_half(row, base, short + 3 * (DIM // 4), every, k_norm_ptr, inverse_rms, cos_sin, K_NORM,
-                                      ROTARY)
+                    a, c = _rotated_pair(row, base, short, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
+                    b, d = _rotated_pair(row, base, short + DIM // 4, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY,
+                                         DIM)
                     _write_int4(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, head_kept, a, b, c, d, short, short_kept,
                                 DIM, BLOCK_SIZE)
                 else:
@@ -316,8 +426,7 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
                                 DIM, BLOCK_SIZE)
             elif is_k:
                 inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
-                low = _rotated_half(row, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
-                high = _rotated_half(row, base, column + DIM // 2, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+                low, high = _rotated_pair(row, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
                 _write_heads(k_ptr, k_params_ptr, target, head_kept, low, high, column, half_kept, k_scale, DIM, KIND)
             else:
                 low = _plain_half(row, base, column, kept)
@@ -413,8 +522,7 @@ def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
     matrix = kv_head * DIM * DIM
     if kind == 0:
         inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, Q_NORM)
-        low = _rotated_half(qkv_ptr, base, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
-        high = _rotated_half(qkv_ptr, base, column + DIM // 2, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY)
+        low, high = _rotated_pair(qkv_ptr, base, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY, DIM)
         a, b, c, d = _turned(low, high, q_turn_ptr + matrix, DIM, HALF, QUARTER)
         _store_quarters(q_ptr + (token * HEADS + head) * DIM + short, a, b, c, d, live & short_kept, DIM)
     elif tl.program_id(0) * ROWS < tokens:
@@ -424,8 +532,7 @@ def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
         target = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
         if kind == 1:
             inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, K_NORM)
-            low = _rotated_half(qkv_ptr, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
-            high = _rotated_half(qkv_ptr, base, column + DIM // 2, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY)
+            low, high = _rotated_pair(qkv_ptr, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
             shift = shift_ptr + kv_head * DIM + column
             low -= tl.load(shift, mask=half_kept, other=0.0)
             high -= tl.load(shift + DIM // 2, mask=half_kept, other=0.0)
@@ -505,7 +612,7 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
     parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
     _rope_write_kernel[(tokens, parts)](
         *operands, heads, kv_heads, head_dim, half, quarter, cos_sin.shape[1], kv.block_size, group, kind,
-        q_norm is not None, k_norm is not None, **_launch_options(qkv, 2 if group * head_dim <= 1024 else 4))
+        q_norm is not None, k_norm is not None, **_launch_options(qkv, 2 if group * head_dim < 1024 else 4))
     return q
 
 

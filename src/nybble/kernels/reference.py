@@ -42,11 +42,30 @@ def rms_norm(
     return (quantize_rows(y) if quantize else y.to(x.dtype)), h
 
 
-def silu_mul(gate_up: Tensor, quantize: bool) -> Tensor | Rows:
-    """silu(gate) * up, gate the first half of the last axis. [M, 2 I] -> [M, I] or its int8 rows (from fp32)."""
+def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Rows:
+    """silu(gate) * up, gate the first half of the last axis. [M, 2 I] -> [M, I] or its int8 rows (from fp32).
+
+    hadamard: above 0, a power of two that divides I; each run of as many channels is turned (`hadamard_blocks`) before it is
+    rounded.
+    """
     gate, up = gate_up.float().chunk(2, -1)
     y = F.silu(gate) * up
+    if hadamard:
+        y = hadamard_blocks(y, hadamard)
     return quantize_rows(y) if quantize else y.to(gate_up.dtype)
+
+
+def hadamard_blocks(x: Tensor, size: int) -> Tensor:
+    """Each run of `size` channels times Sylvester's Hadamard matrix / sqrt(size), which is symmetric and its own inverse.
+    float [..., K] -> the same, in x's dtype; size a power of two that divides K.
+
+    Sums and differences of pairs 1, 2, 4 ... apart, in this order, then one product: kernels that do the same agree to the bit.
+    """
+    shape, stride = x.shape, 1
+    while stride < size:
+        a, b = x.reshape(-1, 2, stride).unbind(1)
+        x, stride = torch.stack((a + b, a - b), 1), 2 * stride
+    return x.reshape(shape) * size**-0.5
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -276,7 +295,7 @@ def quantize_float8(x: Tensor, act: Spec, scale: Tensor | None) -> tuple[Tensor,
     return to_float8(tiles, scale[..., None], act.num).flatten(1)[:, :k], scale
 
 
-def _refuse_float8(shape: LinearShape) -> str | None:
+def refuse_float8(shape: LinearShape) -> str | None:
     act = shape.scheme.act
     if act is None or act.num.name not in FLOAT8 or act.zero:
         return "wants fp8 activations"
@@ -308,7 +327,7 @@ def after_float8(kernel: LinearKernel, name: str) -> LinearKernel:
         values = codes.float() * expand(scale, tuple(x.shape), tile=packed.act.tile)
         return kernel.run(packed.weight, values).to(packed.dtype)
 
-    return LinearKernel(name, lambda shape: _refuse_float8(shape) or kernel.accepts(wide(shape)), pack, run, None)
+    return LinearKernel(name, lambda shape: refuse_float8(shape) or kernel.accepts(wide(shape)), pack, run, None)
 
 
 def _pack_codes(weight: QTensor | Tensor, shape: LinearShape) -> QTensor | Tensor:
@@ -322,7 +341,7 @@ def _run_codes(packed: QTensor | Tensor, x: Rows | Tensor) -> Tensor:
 
 def _accepts_scaled_mm(shape: LinearShape) -> str | None:
     weight, act = shape.scheme.weight, shape.scheme.act
-    refusal = _refuse_float8(shape)
+    refusal = refuse_float8(shape)
     if refusal is not None:
         return refusal
     assert act is not None

@@ -104,9 +104,10 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
     from nybble.kernels import reference
 
     if device.type == "cuda":
-        from nybble.kernels import linear_hopper, linear_triton
+        from nybble.kernels import linear_hopper, linear_hopper_w4a16, linear_hopper_w8, linear_triton
 
-        return (*linear_hopper.KERNELS, *linear_triton.KERNELS, *_with_zeros(), reference.SCALED_MM, *reference.KERNELS)
+        hopper = (*linear_hopper.KERNELS, *linear_hopper_w8.KERNELS, *linear_hopper_w4a16.KERNELS)
+        return (*hopper, *linear_triton.KERNELS, *_with_zeros(), reference.SCALED_MM, *reference.KERNELS)
     from nybble.kernels import cpu
 
     compiled = cpu.kernels()
@@ -117,9 +118,10 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
 
 def ops_for(device: torch.device) -> Ops:
     if device.type == "cuda":
-        from nybble.kernels import ops_triton
+        from nybble.kernels import nvrtc, ops_hopper, ops_triton
 
-        return ops_triton.OPS
+        hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9 and nvrtc.missing() is None
+        return ops_hopper.OPS if hopper else ops_triton.OPS
     from nybble.kernels import cpu, reference
 
     return cpu.ops() or reference.OPS

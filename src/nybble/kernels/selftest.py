@@ -16,7 +16,7 @@ from nybble.formats.numerics import random_qtensor
 from nybble.kernels import reference
 from nybble.kernels.registry import LinearKernel, LinearShape, choose
 
-OUT, IN = 320, 512  # a tail for tiles of 128 and 256 rows, and four groups of 128
+OUT, IN = 320, 1024  # a tail for tiles of 128 and 256 rows, groups of 128, and a sum in parts where a kernel has those
 TOKENS = (1, 40, 300)  # a batch of each kind of tile
 
 

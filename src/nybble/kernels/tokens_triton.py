@@ -34,17 +34,18 @@ def resolve(ids: Tensor, pool: Tensor) -> Tensor:
 
 
 @triton.jit
-def _greedy(logits_ptr, slots_ptr, pool_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _greedy(logits_ptr, slots_ptr, pool_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A lane keeps its first largest logit; the largest of all lanes with the lowest token wins. A NaN counts as larger."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     token = lane
-    for first in range(0, width, BLOCK):
-        x = tl.load(logits_ptr + row * width + first + lane, mask=first + lane < width, other=float("-inf"))
+    for first in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=8):  # loads of eight turns are in flight
+        x = tl.load(logits_ptr + row * WIDTH + first + lane, mask=first + lane < WIDTH, other=float("-inf"))
         x = tl.where(x == x, x, float("inf"))
         better = x > best
         best = tl.where(better, x, best)
@@ -53,7 +54,7 @@ def _greedy(logits_ptr, slots_ptr, pool_ptr, out_ptr, width, BLOCK: tl.constexpr
     token = tl.min(tl.where(best == most, token, 0x7FFFFFFF), 0).to(tl.int64)
     token = tl.where((most > float("-inf")) & (most < float("inf")), token, -1)
     tl.store(out_ptr + row, token)
-    tl.store(pool_ptr + tl.load(slots_ptr + row), token)
+    tl.store(pool_ptr + slot, token)
 
 
 def greedy_into(logits: Tensor, slots: Tensor, pool: Tensor) -> Tensor:

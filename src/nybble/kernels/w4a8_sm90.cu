@@ -3,16 +3,14 @@
 // One warp copies, two warpgroups multiply. Weights are packed in the order of the tensor core's register operand: one bulk
 // copy brings a tile, a 16-byte shared load and three integer instructions per eight weights make operands of two products.
 // Activations are the shared-memory operand, 128-byte swizzle. A cluster is CLUSTER_K shares of the input channels of one
-// tile, whose int32 sums are added through distributed shared memory.
+// tile, whose int32 sums are added through distributed shared memory, or with THROUGH_MEMORY, as plain blocks, through global.
 //
 // Defined by the host: TOKENS (a tile's), STAGES, ROW_TILES (64-row tiles of a warpgroup: 1, 2), WARPGROUPS, RESIDENT (blocks a
 // processor must hold), CLUSTER_K, MODE (0 int4, 1 int4 with whole group scales), OUT (0 bf16, 1 fp16, 2 fp32), KEEP
 // (weights are read more than once), REGISTERS (of a multiplying thread, taken from the copying ones that then number 128; 0:
-// all alike), WARP_LEVEL (mma.sync of each warp, for few tokens), STREAM (equal shares of all work, partial sums through global
-// memory); and `product(int (&sum)[TOKENS / 2], const unsigned (&a)[4], u64 x)`.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// all alike), WARP_LEVEL (mma.sync of each warp, for few tokens), STREAM (the tiles that fill no wave are cut in equal shares, partial sums through global
+// memory), LAG (steps that the second warpgroup starts late,
+// so that its ends fall into the products of the first), and those of sm90.cuh; and `product(int (&sum)[TOKENS / 2], const unsigned (&a)[4], u64 x)`.
 
 constexpr int COPIERS = REGISTERS ? 128 : 32, COPY_REGISTERS = RESIDENT == 1 ? 40 : 32;
 constexpr int BM = 64 * ROW_TILES * WARPGROUPS, GROUPS = TOKENS / 8;
@@ -21,63 +19,9 @@ constexpr int W_BYTES = BM / 128 * PACKED, X_BYTES = TOKENS * 128, S_BYTES = MOD
 constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES, BARRIERS_AT = S_AT + STAGES * S_BYTES;
 constexpr int OWNED = (GROUPS + CLUSTER_K - 1) / CLUSTER_K;  // groups of eight tokens that one share of a cluster finishes
 constexpr int PIECE = WARPGROUPS * 128 * 16;                 // one group of one 64-row tile of every warpgroup
-constexpr int SUM_AT = (BARRIERS_AT + 16 * STAGES + 127) / 128 * 128, SUM_BYTES = (CLUSTER_K - 1) * OWNED * ROW_TILES * PIECE;
+constexpr int BY_AT = BARRIERS_AT + 16 * STAGES;             // scales of a tile's tokens, of each warpgroup
+constexpr int SUM_AT = (BY_AT + WARPGROUPS * TOKENS * 4 + 127) / 128 * 128, SUM_BYTES = THROUGH_MEMORY ? 0 : (CLUSTER_K - 1) * OWNED * ROW_TILES * PIECE;
 constexpr bool SUM_APART = SUM_BYTES <= 16384;  // else sums use the stages, once nobody reads them any more
-
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ u32 in_cluster(u32 address, u32 rank) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done = 0;
-#ifdef BOUNDED
-  for (int tries = 0; !done; tries++) {
-    if (tries > 1 << 20) __trap();
-#else
-  while (!done) {
-#endif
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void copy_tokens(u32 to, const TensorMap* map, int channel, int token, u32 barrier) {
-  const u64 policy = 0x14F0000000000000;  // evict last: every row tile reads them
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
-      "%5;" ::"r"(to), "l"(map), "r"(channel), "r"(token), "r"(barrier), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ float load_float(const float* p) {  // not cached as constant: the kernel before this one wrote it
-  float v;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
-  return v;
-}
 
 // Operands of the products of 64 rows with channels 32 h.. and 64 + 32 h... Per channel: 16 * code, two instructions for four
 // weights. Groups: nibbles u = code + 8 and a whole scale s <= 16; u * s + 128 - 8 s fits an unsigned byte, so one multiply
@@ -110,12 +54,12 @@ __device__ __forceinline__ void keep(Pair (&p)[ROW_TILES]) {
     for (int j = 0; j < 4; j++) asm volatile("" : "+r"(p[i].low[j]), "+r"(p[i].high[j])::"memory");
 }
 __device__ __forceinline__ void multiply(int (&sum)[ROW_TILES][TOKENS / 2], Pair (&a)[ROW_TILES], u64 low, u64 high) {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  products_begin();
 #pragma unroll
   for (int i = 0; i < ROW_TILES; i++) product(sum[i], a[i].low, low);
 #pragma unroll
   for (int i = 0; i < ROW_TILES; i++) product(sum[i], a[i].high, high);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  products_commit();
 }
 // Eight tokens by four pieces of 16 channels, the B operands of two warp-level products.
 __device__ __forceinline__ uint4 load_tokens(u32 tokens, int group, int half, int lane) {
@@ -131,36 +75,29 @@ __device__ __forceinline__ void warp_product(int* sum, const u32 (&a)[4], u32 b0
       : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-template <int LEFT>
-__device__ __forceinline__ void wait_products(int (&sum)[ROW_TILES][TOKENS / 2]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ u32 two_halves(float low, float high) {
-  u32 both;
-  if (OUT == 0)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-__device__ __forceinline__ void store_neighbours(void* y, size_t at, const float (&v)[2 * ROW_TILES]) {
+// Neighbouring rows of one token.
+__device__ __forceinline__ void store_neighbours(char* at, const float (&v)[2 * ROW_TILES]) {
   if (OUT == 2) {
 #pragma unroll
-    for (int i = 0; i < ROW_TILES; i++) ((float2*)y)[at / 2 + i] = {v[2 * i], v[2 * i + 1]};
+    for (int i = 0; i < ROW_TILES; i++) ((float2*)at)[i] = {v[2 * i], v[2 * i + 1]};
   } else if (ROW_TILES == 2) {
-    ((uint2*)y)[at / 4] = {two_halves(v[0], v[1]), two_halves(v[2 * ROW_TILES - 2], v[2 * ROW_TILES - 1])};
+    *(uint2*)at = {two_halves(v[0], v[1]), two_halves(v[2 * ROW_TILES - 2], v[2 * ROW_TILES - 1])};
   } else
-    ((u32*)y)[at / 2] = two_halves(v[0], v[1]);
+    *(u32*)at = two_halves(v[0], v[1]);
 }
-__device__ __forceinline__ void store_one(void* y, size_t at, float a) {
-  unsigned short one;
-  if (OUT == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(one) : "f"(a));
-  if (OUT == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(one) : "f"(a));
-  if (OUT == 2)
-    ((float*)y)[at] = a;
-  else
-    ((unsigned short*)y)[at] = one;
+
+// Counters in global memory: what was written before add_release is seen after wait_for.
+__device__ __forceinline__ void add_release(int* counter, int by) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
+}
+__device__ __forceinline__ void wait_for(const int* counter, int least) {
+  int seen = 0;
+  for (int tries = 0; seen < least; tries++) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+#ifdef BOUNDED
+    if (tries > 1 << 22) __trap();
+#endif
+  }
 }
 
 struct Arguments {
@@ -168,12 +105,13 @@ struct Arguments {
   const unsigned char* group;  // [K / 128, N] whole scales, MODE 1
   const float *w_scale, *x_scale;
   void* y;
-  int4* partials;  // STREAM: [blocks * WARPGROUPS, TOKENS / 8 * ROW_TILES, 128]
-  int* arrivals;   // STREAM: zero between launches
-  int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order;
+  int4* partials;  // STREAM: [blocks * WARPGROUPS, TOKENS / 8 * ROW_TILES, 128]; THROUGH_MEMORY: [blocks, SUM_BYTES / 16]
+  int* arrivals;   // zero between launches
+  int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order, whole;
 };
 
-// A cluster's walk: (tile, step) from its first unit on, `order` token tiles before the next row tile.
+// A cluster's walk over (tile, step), `order` token tiles before the next row tile. STREAM: first every clusters-th of the
+// `whole` tiles, then an equal share of the steps of the others.
 struct Place {
   int tile, step, row_tile, token_tile;
   __device__ __forceinline__ void locate(const Arguments& a) {
@@ -192,16 +130,24 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   const int clusters = gridDim.x / CLUSTER_K, cluster = blockIdx.x / CLUSTER_K, tiles = a.row_tiles * a.token_tiles;
   const int first = rank * a.steps / CLUSTER_K, last = (rank + 1) * a.steps / CLUSTER_K;
   const bool copies = threadIdx.x == WARPGROUPS * 128;
-  const int all = tiles * a.steps, from = cluster * all / clusters;  // STREAM: equal shares of all units
-  const int stride = STREAM ? 1 : clusters;
-  const int units = STREAM ? (cluster + 1) * all / clusters - from : (tiles - cluster + clusters - 1) / clusters * (last - first);
-  auto next = [&](Place& p) {
-    if (++p.step == last) p.step = first, p.tile += stride, p.locate(a);
+  const int all = STREAM ? (tiles - a.whole) * a.steps : 0, from = STREAM ? cluster * all / clusters : 0;
+  const int units = STREAM ? a.whole / clusters * a.steps + (cluster + 1) * all / clusters - from
+                           : (tiles - cluster + clusters - 1) / clusters * (last - first);
+  auto follow = [&](Place& p) {  // the next tile
+    p.step = first;
+    if (STREAM && p.tile >= a.whole)
+      p.tile++;
+    else if ((p.tile += clusters) >= a.whole && STREAM)
+      p.tile = a.whole + from / a.steps, p.step = from % a.steps;
+    p.locate(a);
   };
-  Place ahead{STREAM ? from / a.steps : cluster, STREAM ? from % a.steps : first};
-  ahead.locate(a);
+  auto next = [&](Place& p) {
+    if (++p.step == last) follow(p);
+  };
+  Place ahead{cluster - clusters};
+  follow(ahead);
   auto copy_weights = [&](int stage, const Place& p) {
-    const u64 policy = KEEP ? 0x1000000000000000 : 0x12F0000000000000;  // evict normal, evict first
+    const u64 policy = KEEP ? EVICT_NORMAL : EVICT_FIRST;
     u32 barrier = full + 8 * stage;
     int row = min(p.row_tile * BM, a.padded_rows - BM);
     expect(barrier, W_BYTES + X_BYTES + S_BYTES);
@@ -213,29 +159,29 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       bulk_copy(base + S_AT + stage * S_BYTES, a.group + (size_t)p.step * a.padded_rows + row, S_BYTES, barrier, policy);
   };
   auto copy_activations = [&](int stage, const Place& p) {
-    copy_tokens(base + stage * X_BYTES, &tokens_map, p.step * 128, p.token_tile * TOKENS, full + 8 * stage);
+    copy_box(base + stage * X_BYTES, &tokens_map, p.step * 128, p.token_tile * TOKENS, full + 8 * stage, EVICT_LAST);
   };
 
   int loaded = 0;
   Place begin = ahead;
   if (copies) {
     for (int i = 0; i < STAGES; i++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(full + 8 * i), "r"(1) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "r"(WARPGROUPS * (WARP_LEVEL ? 4 : 1)) : "memory");
+      init_barrier(full + 8 * i, 1);
+      init_barrier(empty + 8 * i, WARPGROUPS * (WARP_LEVEL ? 4 : 1));
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_barriers();
+    fetch_map(&tokens_map);
     for (; loaded < min(STAGES, units); loaded++, next(ahead)) copy_weights(loaded, ahead);
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_next();
   }
   __syncthreads();
-  if (CLUSTER_K > 1) cluster_sync();
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // activations, scales and outputs may belong to the kernel before
+  if (CLUSTER_K > 1 && !THROUGH_MEMORY) cluster_sync();
+  wait_kernel_before();  // activations, scales and outputs may belong to the kernel before
 
   int tile_row = 0, tile_token = 0;
   int sum[ROW_TILES][TOKENS / 2];
   if (warpgroup == WARPGROUPS) {
-    if (REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPY_REGISTERS));
+    if (REGISTERS) fewer_registers<COPY_REGISTERS>();
     if (copies) {
       for (int i = 0; i < loaded; i++, next(begin)) copy_activations(i, begin);
       for (int stage = 0, parity = 0, i = loaded; i < units; i++, next(ahead)) {
@@ -246,63 +192,82 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
     __syncwarp();
-    if (CLUSTER_K > 1) {
+    if (CLUSTER_K > 1 && !THROUGH_MEMORY) {
       if (!SUM_APART) cluster_sync();
       cluster_sync();
     }
     return;
   }
 
-  if (REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS ? REGISTERS : 24));
+  if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 24>();
   const int odd = ROW_TILES == 1 ? warpgroup & 1 : 0, block = ROW_TILES == 1 ? warpgroup / 2 : warpgroup;
   const int lane_row = thread / 32 * 32 + thread % 32 / 4 * 4;  // a thread's rows: four neighbours of 128, or two of them
   auto release = [&](int stage) {
     if (WARP_LEVEL) __syncwarp();
-    if (WARP_LEVEL ? thread % 32 == 0 : thread == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * stage) : "memory");
+    if (WARP_LEVEL ? thread % 32 == 0 : thread == 0) arrive(empty + 8 * stage);
   };
   float scale[2 * ROW_TILES];
+  const u32 by_at = base + BY_AT + warpgroup * TOKENS * 4;
   auto first_row = [&] { return tile_row * BM + block * 128 + lane_row + 2 * odd; };
-  auto store = [&](int token, int group, int c, float by) {  // one token of every row this thread holds
-    int row = first_row();
-    if (row >= a.rows || token >= a.tokens) return;
-    float v[2 * ROW_TILES];
-    size_t at = (size_t)token * a.rows + row;
+  auto load_scales = [&] {  // while the last products run
+    const int token = tile_token * TOKENS + thread;
+    float by = thread < TOKENS && token < a.tokens ? load_float(a.x_scale + token) : 0;
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; i++) v[i] = (float)sum[i / 2][group * 4 + i % 2 * 2 + c] * scale[i] * by;
-    if (a.rows % 4 == 0) {
-      store_neighbours(a.y, at, v);
-    } else {
+    for (int i = 0; i < 2 * ROW_TILES; i++) scale[i] = load_float(a.w_scale + min(first_row() + i, a.padded_rows - 1));
+    if (WARP_LEVEL) sync_threads(1 + warpgroup, 128);  // the tile before is done with (products of warpgroups see to it)
+    if (thread < TOKENS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(by_at + thread * 4), "f"(by) : "memory");
+    sync_threads(1 + warpgroup, 128);
+  };
+  auto write = [&](bool plain, int share) {  // every CLUSTER_K-th group of eight tokens; plain: all of them, rows by fours
+    constexpr int SIZE = OUT == 2 ? 4 : 2;
+    const int row = first_row(), token = tile_token * TOKENS + thread % 4 * 2;
+    if (row >= a.rows) return;
+    const size_t next_token = (size_t)a.rows * SIZE;
+    char* at = (char*)a.y + token * next_token + (size_t)row * SIZE;
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; i++)
-        if (row + i < a.rows) store_one(a.y, at + i, v[i]);
+    for (int group = 0; group < GROUPS; group++, at += 8 * next_token) {
+      if (group % CLUSTER_K != share) continue;
+      float by[2];
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(by[0]), "=f"(by[1]) : "r"(by_at + (thread % 4 * 2 + group * 8) * 4));
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        float v[2 * ROW_TILES];
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; i++) v[i] = (float)sum[i / 2][group * 4 + i % 2 * 2 + c] * scale[i] * by[c];
+        if (plain) {
+          store_neighbours(at + c * next_token, v);
+        } else if (token + group * 8 + c < a.tokens) {
+          if (a.rows % 4 == 0) {
+            store_neighbours(at + c * next_token, v);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 2 * ROW_TILES; i++)
+              if (row + i < a.rows) store_one(at + c * next_token, i, v[i]);
+          }
+        }
+      }
     }
   };
-  auto finish = [&](int share) {  // every CLUSTER_K-th group of eight tokens, scales of four groups for one latency
-    const int token = tile_token * TOKENS + thread % 4 * 2;
-#pragma unroll
-    for (int block = 0; block < GROUPS; block += 4) {
-      float by[8];
-#pragma unroll
-      for (int i = 0; i < min(8, 2 * GROUPS); i++) {
-        int t = token + (block + i / 2) * 8 + i % 2;
-        by[i] = t < a.tokens ? load_float(a.x_scale + t) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < min(8, 2 * GROUPS); i++)
-        if (block + i / 2 < GROUPS && (block + i / 2) % CLUSTER_K == share)
-          store(token + (block + i / 2) * 8 + i % 2, block + i / 2, i % 2, by[i]);
-    }
+  auto finish = [&](int share) {
+    if (a.rows % 4 == 0 && (tile_token + 1) * TOKENS <= a.tokens)
+      write(true, share);
+    else
+      write(false, share);
   };
 
   int stage = 0, parity = 0;
-  for (int left = units; left > 0; begin.tile += stride, begin.step = first) {
-    begin.locate(a);
+#if LAG
+  wait(full, 0);
+  asm volatile(
+      "{ .reg .u32 from, now; .reg .pred p; mov.u32 from, %%clock;\n"
+      "again: mov.u32 now, %%clock; sub.u32 now, now, from; setp.lt.u32 p, now, %0; @p bra.uni again; }" ::"r"(
+          warpgroup * LAG * 2 * ROW_TILES * TOKENS)  // cycles of products
+      : "memory");
+#endif
+  for (int left = units; left > 0; follow(begin)) {
     tile_row = begin.row_tile, tile_token = begin.token_tile;
     const int end = min(last, begin.step + left);
     left -= end - begin.step;
-#pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; i++) scale[i] = __ldg(a.w_scale + min(first_row() + i, a.padded_rows - 1));
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -328,6 +293,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
         unpack(out[i], packed[i][half], scales >> 16 * i);
     };
 #if WARP_LEVEL
+    // Sums side by side: products need not wait for the one before, and the next step's loads run beneath them.
+    constexpr int MORE = TOKENS <= 16 ? 3 : 1;
+    int part[MORE][ROW_TILES][TOKENS / 2] = {};
     for (int step = begin.step; step < end; step++) {
       uint4 x[2][GROUPS];
       fetch();
@@ -339,20 +307,31 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       release(stage);
       if (++stage == STAGES) stage = 0, parity ^= 1;
 #pragma unroll
-      for (int half = 0; half < 2; half++)
+      for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; i++) {
-          Pair& w = half ? two[i] : one[i];
+        for (int j = 0; j < GROUPS; j++) {
+          warp_product(&sum[i][4 * j], one[i].low, x[0][j].x, x[0][j].y);
+          warp_product(&part[0][i][4 * j], one[i].high, x[0][j].z, x[0][j].w);
+        }
 #pragma unroll
-          for (int j = 0; j < GROUPS; j++) warp_product(&sum[i][4 * j], w.low, x[half][j].x, x[half][j].y);
+      for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
-          for (int j = 0; j < GROUPS; j++) warp_product(&sum[i][4 * j], w.high, x[half][j].z, x[half][j].w);
+        for (int j = 0; j < GROUPS; j++) {
+          warp_product(MORE == 3 ? &part[1 % MORE][i][4 * j] : &sum[i][4 * j], two[i].low, x[1][j].x, x[1][j].y);
+          warp_product(&part[MORE - 1][i][4 * j], two[i].high, x[1][j].z, x[1][j].w);
         }
     }
+    if (!STREAM || begin.step == 0) load_scales();
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+      for (int j = 0; j < TOKENS / 2; j++)
+#pragma unroll
+        for (int more = 0; more < MORE; more++) sum[i][j] += part[more][i][j];
 #else
     int before = -1;
     auto half_step = [&](Pair(&now)[ROW_TILES], int half) {
-      const u64 x = (u64)((base + stage * X_BYTES + half * 32) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+      const u64 x = swizzled_operand(base + stage * X_BYTES + half * 32);
       operands(now, half);
       keep(now);
       multiply(sum, now, x, x + 4);
@@ -360,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     fetch();
     for (int step = begin.step;; step++) {
       half_step(one, 0);
-      wait_products<1>(sum);
+      wait_products<1>();
       keep(two);
       if (before >= 0) release(before);
       half_step(two, 1);
@@ -368,42 +347,37 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       if (++stage == STAGES) stage = 0, parity ^= 1;
       if (step + 1 == end) break;
       fetch();
-      wait_products<1>(sum);
+      wait_products<1>();
       keep(one);
     }
-    wait_products<0>(sum);
+    if (!STREAM || begin.step == 0) load_scales();
+    wait_products<0>();
     keep(one), keep(two);
     release(before);
 #endif
     if (CLUSTER_K > 1) break;
-    if (STREAM && end - begin.step < a.steps) {
+#if STREAM
+    if (end - begin.step < a.steps) {
       // The cluster that begins a tile comes to it last and adds what the clusters after it left long before.
       const size_t slot = (size_t)cluster * WARPGROUPS + warpgroup;
       constexpr size_t VECTORS = GROUPS * ROW_TILES * 128;
-      int* arrived = a.arrivals + begin.tile * WARPGROUPS + warpgroup;
+      int* arrived = a.arrivals + (begin.tile - a.whole) * WARPGROUPS + warpgroup;
       if (begin.step > 0) {
 #pragma unroll
         for (int i = 0; i < GROUPS * ROW_TILES; i++) {
           int* four = &sum[i / GROUPS][i % GROUPS * 4];
           __stcg(a.partials + slot * VECTORS + i * 128 + thread, make_int4(four[0], four[1], four[2], four[3]));
         }
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-        if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrived) : "memory");
+        sync_threads(1 + warpgroup, 128);
+        if (thread == 0) add_release(arrived, 1);
         continue;
       }
-      const int others = (((begin.tile + 1) * a.steps) * clusters - 1) / all - cluster;
+      const int others = ((begin.tile - a.whole + 1) * a.steps * clusters - 1) / all - cluster;
       if (thread == 0) {
-        int seen = 0;
-#ifdef BOUNDED
-        for (int tries = 0; seen < others; tries++) {
-          if (tries > 1 << 22) __trap();
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-        }
-#endif
-        while (seen < others) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+        wait_for(arrived, others);
         *arrived = 0;
       }
-      asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+      sync_threads(1 + warpgroup, 128);
       for (int other = 1; other <= others; other++)
 #pragma unroll
         for (int i = 0; i < GROUPS * ROW_TILES; i++) {
@@ -412,25 +386,45 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
           four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
         }
     }
+#endif
     finish(0);
   }
 
   if (CLUSTER_K > 1) {  // one tile a cluster: each share finishes every CLUSTER_K-th group of tokens
     if (!SUM_APART) cluster_sync();
     const u32 here = base + (SUM_APART ? SUM_AT : 0) + threadIdx.x * 16;
+    auto piece = [&](int owner, int slot, int group, int i) {
+      return a.partials + (size_t)(cluster * CLUSTER_K + owner) * (CLUSTER_K - 1) * OWNED * ROW_TILES * (PIECE / 16) +
+             ((slot * OWNED + group / CLUSTER_K) * ROW_TILES + i) * (PIECE / 16) + threadIdx.x;
+    };
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       const int owner = group % CLUSTER_K;
       if (owner == rank) continue;
       const int slot = (rank - owner + CLUSTER_K) % CLUSTER_K - 1;
-      u32 there = in_cluster(here + (slot * OWNED + group / CLUSTER_K) * ROW_TILES * PIECE, owner);
+      const u32 there = THROUGH_MEMORY ? 0 : in_cluster(here + (slot * OWNED + group / CLUSTER_K) * ROW_TILES * PIECE, owner);
 #pragma unroll
-      for (int i = 0; i < ROW_TILES; i++)
-        asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there + i * PIECE), "r"(sum[i][group * 4]),
-                     "r"(sum[i][group * 4 + 1]), "r"(sum[i][group * 4 + 2]), "r"(sum[i][group * 4 + 3])
-                     : "memory");
+      for (int i = 0; i < ROW_TILES; i++) {
+        const int* four = &sum[i][group * 4];
+        if (THROUGH_MEMORY)
+          __stcg(piece(owner, slot, group, i), make_int4(four[0], four[1], four[2], four[3]));
+        else
+          asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there + i * PIECE), "r"(four[0]), "r"(four[1]),
+                       "r"(four[2]), "r"(four[3])
+                       : "memory");
+      }
     }
-    cluster_sync();
+    if (THROUGH_MEMORY) {
+      sync_threads(1 + warpgroup, 128);
+      if (thread == 0) {
+        int* arrived = a.arrivals + cluster * WARPGROUPS + warpgroup;
+        add_release(arrived, 1);
+        wait_for(arrived, CLUSTER_K);
+        if (atomicAdd(arrived, 1) == 2 * CLUSTER_K - 1) *arrived = 0;  // the last to have seen all
+      }
+      sync_threads(1 + warpgroup, 128);
+    } else
+      cluster_sync();
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       if (group % CLUSTER_K != rank) continue;
@@ -438,9 +432,14 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       for (int slot = 0; slot < CLUSTER_K - 1; slot++)
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
-          uint4 more = load_shared(here + ((slot * OWNED + group / CLUSTER_K) * ROW_TILES + i) * PIECE);
-          sum[i][group * 4] += more.x, sum[i][group * 4 + 1] += more.y;
-          sum[i][group * 4 + 2] += more.z, sum[i][group * 4 + 3] += more.w;
+          int* four = &sum[i][group * 4];
+          if (THROUGH_MEMORY) {
+            const int4 more = __ldcg(piece(rank, slot, group, i));
+            four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
+          } else {
+            const uint4 more = load_shared(here + ((slot * OWNED + group / CLUSTER_K) * ROW_TILES + i) * PIECE);
+            four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
+          }
         }
     }
     finish(rank);

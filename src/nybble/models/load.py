@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,7 @@ def load_model(
     Raises ValueError for a config that is not honoured, a weight of the wrong shape, and tensors nobody asked for.
     """
     device = torch.device(device)
-    config = read_config(checkpoint.config)
+    config = replace(read_config(checkpoint.config), hadamard=checkpoint.hadamard)
     model = build(config, checkpoint, device, dtype or default_dtype(config, device), progress, editable)
     left = checkpoint.unread()
     if config.tie_embeddings and "lm_head.weight" in left:
@@ -120,6 +121,7 @@ def read_layer(config: ModelConfig, source: Source, index: int, cos_sin: Tensor,
         gate_up=project("mlp", c.hidden_size, c.mlp_bias, gate_proj=c.intermediate_size, up_proj=c.intermediate_size),
         down=project("mlp", c.intermediate_size, c.mlp_bias, down_proj=c.hidden_size),
         ops=ops,
+        hadamard=c.hadamard,
     )
     input_norm, post_norm = (
         RmsNorm(vector(name, c.hidden_size), c.rms_eps, ops) for name in ("input_layernorm", "post_attention_layernorm")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats.spec import KV
-from nybble.kernels.reference import gather_kv
+from nybble.kernels.reference import gather_kv, hadamard_blocks
 from nybble.kernels.types import Turn
 from nybble.models.decoder import Decoder
 from nybble.models.window import FLOAT_KV, scratch_kv, window_step
@@ -104,7 +104,7 @@ def turn_of(moments: Moments, kv_name: str) -> Turn | None:
     scale = pair_scale(moments)
     if kv_name == "int8" and bool((scale == 1).all()):
         return None
-    basis = hadamard(dim).expand(heads, dim, dim)
+    basis = hadamard_blocks(torch.eye(dim, dtype=torch.float64), dim & -dim).expand(heads, dim, dim)
     if kv_name != "int4":
         # Scales of an fp8 cache were measured on K as it is: half of it fits whatever the turn adds to the largest channel.
         scale = scale if kv_name == "int8" else scale / 2
@@ -127,16 +127,6 @@ def pair_scale(moments: Moments) -> Tensor:
     ideal = ideal / ideal.median(1, True)[0]
     scale = torch.where(keys > OUTLIER * typical, ideal.clamp(max=1), torch.ones_like(ideal))
     return torch.cat((scale, scale), 1)
-
-
-def hadamard(size: int) -> Tensor:
-    """Orthogonal float64 [size, size]: a Hadamard matrix of the largest power of two that divides `size`, repeated over the
-    rest."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while size % (2 * matrix.shape[0]) == 0:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    rest = size // matrix.shape[0]
-    return torch.kron(matrix / matrix.shape[0] ** 0.5, torch.eye(rest, dtype=torch.float64))
 
 
 def onto_means(basis: Tensor, directions: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Projection:
                 return part
         raise KeyError(f"no linear {name!r} here; there are {', '.join(self.names)}")
 
-    def replace(self, name: str, weight: QTensor | Tensor, act: Spec | None) -> None:
+    def replace(self, name: str, weight: QTensor | Tensor, act: Spec | None, act_scale: float | None = None) -> None:
         """Put another weight [N, K] in place of one linear's; its bias stays. Raises ValueError for another shape, or when
         the weights it would be joined with again were not kept."""
         old = self.part(name)
@@ -130,7 +130,7 @@ class Projection:
             raise ValueError(f"{old.name}: cannot replace a weight of shape {old.shape} with {tuple(weight.shape)}")
         if not self.keep:
             raise ValueError(f"{old.name}: its weights were given up when packed; load the model with editable=True")
-        new = replace(old, weight=weight, act=act, act_scale=None)
+        new = replace(old, weight=weight, act=act, act_scale=act_scale)
         self.parts = tuple(new if part is old else part for part in self.parts)
         self._linears = ()
 

@@ -13,13 +13,18 @@ from nybble.nn.linear import Observe, Projection
 
 @dataclass(frozen=True)
 class Mlp:
-    """gate_up: gate, up in this order."""
+    """gate_up: gate, up in this order. hadamard: channels that are turned together before `down`, whose weight is turned too
+    (QuaRot, arXiv 2404.00456); 0: none are."""
 
     gate_up: Projection
     down: Projection
     ops: Ops
+    hadamard: int = 0
+
+    def inner(self, x: Rows | Tensor, quantize: bool, observe: Observe | None = None) -> Tensor | Rows:
+        """What `down` multiplies: [T, I] float, or its int8 rows."""
+        return self.ops.silu_mul(self.gate_up(x, observe), quantize, self.hadamard)
 
     def __call__(self, x: Rows | Tensor, observe: Observe | None = None) -> Tensor:
         """[T, H] float, or int8 rows when `gate_up.takes` them -> [T, H]."""
-        quantize = observe is None and self.down.takes is not None
-        return self.down(self.ops.silu_mul(self.gate_up(x, observe), quantize), observe)
+        return self.down(self.inner(x, observe is None and self.down.takes is not None, observe), observe)

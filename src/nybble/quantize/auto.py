@@ -63,7 +63,7 @@ def measure(
         before, statistics = stream.hidden[0], []
         for projection, x in stream.walk(layer):
             statistics.append(Stats(projection.parts[0].shape[1], stream.device, None, 0.0))
-            for rows in x:
+            for rows in x():
                 statistics[-1].add(rows, None)
         for site, projection, stats in zip(SITES, layer.projections, statistics):
             place, parts, width = f"{index}.{site}", projection.parts, projection.parts[0].shape[1]

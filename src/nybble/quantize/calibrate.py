@@ -7,9 +7,10 @@ goes on with its quantized weight, so within and across layers everything is cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -26,23 +27,26 @@ from nybble.models.window import FLOAT_KV, scratch_kv, window_step
 from nybble.nn.linear import Part, Projection
 from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, outer, output_error, quantize_gptq
 from nybble.quantize.recipe import Recipe
-from nybble.quantize.rtn import quantize_rtn
+from nybble.quantize.rtn import quantize_rtn, storable
 
 ROWS = 4096  # of calibration inputs turned to fp32 at a time
+KEPT = 4  # chunks of a layer's widest inputs that are kept between two uses; more are made again
 FP8_LARGEST = 448.0
+Inputs = Callable[[], Iterable[Tensor]]  # [tokens, K] float, by chunk, again at every call
 
 
 @dataclass(frozen=True)
 class Quantized:
     """One linear's result. error: tr(E H E^T) / tr(W H W^T), the share of its output's energy that is wrong; None without
-    calibration."""
+    calibration. act_scale: the multiplier of static activations."""
 
     weight: QTensor
     scheme: Scheme
     error: float | None
+    act_scale: float | None = None
 
 
-def as_seen(x: Tensor, act: Spec | None) -> Tensor:
+def as_seen(x: Tensor, act: Spec | None, act_scale: float | None = None) -> Tensor:
     """What a linear multiplies with: [M, K] float rounded to its activation spec and back, fp32."""
     if act is None:
         return x.float()
@@ -51,6 +55,7 @@ def as_seen(x: Tensor, act: Spec | None) -> Tensor:
         return codes.float() * scale[:, None]
     if act.num == FP8:
         scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-10) / FP8_LARGEST
+        scale = scale if act_scale is None else torch.full_like(scale, act_scale)
         return to_float8(x, scale, act.num).float() * scale
     raise ValueError(f"cannot imitate activations of {act}")
 
@@ -59,15 +64,16 @@ class Stats:
     """What a linear's rounding has to know of its inputs: the second moment H of x as the linear sees it, and, when the float
     model's inputs c come along, the mean of (c - x) x^T, its error's share to be made up for."""
 
-    def __init__(self, in_features: int, device: torch.device, act: Spec | None, drift: float) -> None:
-        self.moment, self.act, self.drift = SecondMoment(in_features, device), act, drift
+    def __init__(self, in_features: int, device: torch.device, act: Spec | None, drift: float,
+                 act_scale: float | None = None) -> None:
+        self.moment, self.act, self.act_scale, self.drift = SecondMoment(in_features, device), act, act_scale, drift
         self.cross = torch.zeros_like(self.moment.total) if drift else None
 
     def add(self, x: Tensor, clean: Tensor | None) -> None:
         """x, clean: float [M, K]."""
         for start in range(0, x.shape[0], ROWS):
             rows = x[start : start + ROWS].float()
-            seen = as_seen(rows, self.act)
+            seen = as_seen(rows, self.act, self.act_scale)
             self.moment.add(seen)
             if self.cross is not None and clean is not None:
                 wanted = torch.lerp(rows, clean[start : start + ROWS].float(), self.drift)
@@ -120,26 +126,25 @@ class Stream:
     def steps(self) -> list[tuple[Step, LayerKV]]:
         return [self.full] * (len(self.hidden) - 1) + [self.last]
 
-    def walk(self, layer: Layer) -> Iterator[tuple[Projection, list[Tensor]]]:
-        """Carry the stream through a layer: each projection with its float inputs, chunk by chunk, in the order they run.
-
-        Asked for the next, it goes on with the weights that the projection has then."""
+    def walk(self, layer: Layer) -> Iterator[tuple[Projection, Inputs]]:
+        """Carry the stream through a layer: each projection with its inputs, in the order they run. Asked for the next, it goes
+        on with the weights that the projection has then. Many of the widest inputs, down's, are made at every call."""
         a, m = layer.attention, layer.mlp
         dtype = self.hidden[0].dtype
         x = [_floats(layer.input_norm(h, None, False)[0]) for h in self.hidden]
-        yield a.qkv, x
+        yield a.qkv, lambda: x
         for i, (step, kv) in enumerate(self.steps()):
             x[i] = a.attend(a.project(x[i], kv, step), kv, step).flatten(1)
-        yield a.o, x
+        yield a.o, lambda: x
         for i, h in enumerate(self.hidden):
             normed, self.hidden[i] = layer.post_norm(a.o(x[i]), h, False)
             x[i] = _floats(normed)
-        yield m.gate_up, x
-        for i, rows in enumerate(x):
-            x[i] = _floats(m.ops.silu_mul(m.gate_up(rows), False))
-        yield m.down, x
-        for i, h in enumerate(self.hidden):
-            self.hidden[i] = (m.down(x[i]).float() + h.float()).to(dtype)
+        yield m.gate_up, lambda: x
+        inner = lambda: (_floats(m.inner(rows, False)) for rows in x)  # noqa: E731
+        kept = list(inner()) if len(x) <= KEPT else None
+        yield m.down, lambda: kept or inner()
+        for i, rows in enumerate(kept or inner()):
+            self.hidden[i] = (m.down(rows).float() + self.hidden[i].float()).to(dtype)
 
 
 def quantize_layer(
@@ -149,23 +154,31 @@ def quantize_layer(
     """Quantize an editable layer in place and carry the stream through it, each linear's input as those before it, already
     quantized, produce it. reference: the float model's stream, carried along when `recipe.drift`."""
     done: dict[str, Quantized] = {}
-    clean_walk = None if reference is None else reference.walk(layer)
-    clean = None if clean_walk is None else next(clean_walk)[1]
-    for projection, x in stream.walk(layer):
-        scheme = schemes[projection.names[0]]
-        stats = None
+    floats = () if reference is None else reference.walk(twin(layer))
+    for (projection, x), clean in zip_longest(stream.walk(layer), floats):
+        scheme, stats, act_scale = schemes[projection.names[0]], None, None
+        if scheme.act is not None and not scheme.act.dynamic:
+            largest = torch.stack([rows.abs().max().float() for rows in x()]).max()
+            if not torch.isfinite(largest):
+                raise ValueError(f"{projection.names[0]}: its calibration inputs hold NaN or infinity: no FP8 scale fits")
+            act_scale = float(storable(largest / FP8_LARGEST, scale_dtype).clamp_min(2.0**-24))
         if recipe.needs_calibration:
             act = scheme.act if recipe.true_activations else None
-            stats = Stats(projection.parts[0].shape[1], stream.device, act, 0.0 if clean is None else recipe.drift)
-            for i, rows in enumerate(x):
-                stats.add(rows, None if clean is None else clean[i])
-        if clean_walk is not None:
-            clean = next(clean_walk, (None, None))[1]  # while the weights are still the float model's
-        found = quantize_parts(projection.parts, stats, scheme, recipe, scale_dtype)
-        for name, result in found.items():
-            layer.replace(name, result.weight, result.scheme.act)
-        done |= found
+            drift = 0.0 if clean is None else recipe.drift
+            stats = Stats(projection.parts[0].shape[1], stream.device, act, drift, act_scale)
+            for rows, wanted in zip(x(), repeat(None) if clean is None else clean[1]()):
+                stats.add(rows, wanted)
+        for name, result in quantize_parts(projection.parts, stats, scheme, recipe, scale_dtype).items():
+            projection.replace(name, result.weight, result.scheme.act, act_scale)
+            done[name] = replace(result, act_scale=act_scale)
     return done
+
+
+def twin(layer: Layer) -> Layer:
+    """The same weights, to be replaced apart."""
+    a, m = layer.attention, layer.mlp
+    return replace(layer, attention=replace(a, qkv=copy(a.qkv), o=copy(a.o)),
+                   mlp=replace(m, gate_up=copy(m.gate_up), down=copy(m.down)))
 
 
 class OneLayer:

@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from nybble.formats.spec import INT4, INT8_CHANNEL, PER_TOKEN_INT8, SCHEMES, Scheme, Spec, fit_group, scheme_of
+from nybble.formats.spec import (
+    FP8,
+    INT4,
+    INT8_CHANNEL,
+    PER_TOKEN_FP8,
+    PER_TOKEN_INT8,
+    SCHEMES,
+    Scheme,
+    Spec,
+    fit_group,
+    scheme_of,
+)
 from nybble.text import read_text
 
 METHODS = ("rtn", "gptq")
@@ -41,10 +52,14 @@ class Recipe:
     layers: what was chosen, "3.down" -> name of a scheme; when given, nothing is measured. measured: why, in words.
 
     mse: search scales instead of absmax. damping, act_order, sweeps: see `gptq.GptqOptions`. true_activations: Hessians of
-    the inputs as the quantized model rounds them. drift: 0 to 1, how much of the error that quantized layers before
+    the inputs as the quantized model rounds them. static_activations: FP8 inputs share one scale per linear, the largest on
+    calibration text / 448, instead of one per token. drift: 0 to 1, how much of the error that quantized layers before
     brought in a layer's weights are moved to undo (0.5 fits calibration text less closely than 1 and does better on others).
     transform: change of basis before rounding, "rotate+smooth" one after the other; "auto" rotates where inputs are
     int8 and a rotation of the model's size is known (smooths where not, and w8a8 in both cases), else leaves all alone.
+
+    online_hadamard: the input of down_proj, where outliers are largest, is turned at run time too, in the kernel that makes it;
+    only Nybble runs such a checkpoint.
 
     samples x sequence_length: calibration tokens, taken from `calibration` (a description) with hash `text_hash`, in order.
     seed: the random signs of a rotation. made_with: versions, for the record.
@@ -60,8 +75,10 @@ class Recipe:
     act_order: bool = True
     sweeps: int = 2
     true_activations: bool = True
+    static_activations: bool = False
     drift: float = 0.5
     transform: str = "auto"
+    online_hadamard: bool = False
     samples: int = 16
     sequence_length: int = 1024
     seed: int = 0
@@ -81,6 +98,7 @@ class Recipe:
              "0 (every layer alike), or 4 to 9 with a scheme of 4-bit weights"),
             ("layers", all(name in SCHEMES for name in self.layers.values()), f"schemes out of {', '.join(SCHEMES)}"),
             ("method", self.method in METHODS, f"one of {', '.join(METHODS)}"),
+            ("static_activations", self.scheme == "fp8" or not self.static_activations, "false with a scheme other than fp8"),
             ("damping", 0.0 < self.damping <= 1.0, "above 0, up to 1"),
             ("sweeps", 0 <= self.sweeps <= 100, "0 to 100"),
             ("drift", 0.0 <= self.drift <= 1.0, "0 to 1"),
@@ -103,13 +121,15 @@ class Recipe:
         chosen = SCHEMES.get(self.layers.get(place, ""))
         spec, act = (self.spec, SCHEMES[self.scheme].act) if chosen is None else (chosen.weight, chosen.act)
         assert spec is not None
+        if self.static_activations and act == PER_TOKEN_FP8:
+            act = Spec(FP8, (None, None))
         spec = spec.with_group(fit_group(spec.group, in_features))
         whole = self.group_scales == "int" and (spec.group, spec.num, act) == (128, INT4, PER_TOKEN_INT8)
         return scheme_of(dataclasses.replace(spec, over=INT8_CHANNEL) if whole else spec, act)
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method != "rtn" or "smooth" in self.transform or self.bits > 0
+        return self.method != "rtn" or "smooth" in self.transform or self.bits > 0 or self.static_activations
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -120,11 +140,11 @@ class Recipe:
 
     def describe(self) -> str:
         """In a few words."""
-        steps = [] if self.transform == "none" else [self.transform]
+        steps = [*([] if self.transform == "none" else [self.transform]), *["online Hadamard"] * self.online_hadamard]
         steps.append(self.method + (f" on {self.samples} x {self.sequence_length} tokens" if self.needs_calibration else ""))
         group = self.spec.group
         tile = f"chosen per layer within {self.bits:g} bits" if self.bits else f"groups of {group}" if group else "per channel"
-        return f"{self.scheme}, {tile}, {' + '.join(steps)}"
+        return f"{self.scheme}{' static' * self.static_activations}, {tile}, {' + '.join(steps)}"
 
     @staticmethod
     def load(path: str | Path) -> Recipe:

@@ -1,11 +1,12 @@
 """Offline rotation: the same float model in a basis where no channel is an outlier (QuaRot, arXiv 2404.00456, stages 1a, 1b).
 
-Not an op at run time: the result is an ordinary checkpoint of the same architecture with norms of 1 and its own lm_head.
+Not an op at run time, but for one that is asked for: the result is an ordinary checkpoint of the same architecture with norms
+of 1 and its own lm_head.
 The one idea: RMSNorm commutes with an orthogonal matrix once its weight is folded into the linears behind it, so the whole
 residual stream may be turned by a randomized Hadamard matrix, which spreads an outlier channel over all channels.
 
-Values are rotated within each head too (V's rows and o_proj's columns). Q, K and the input of down_proj are not: that
-would take an op at run time.
+Values are rotated within each head too (V's rows and o_proj's columns). Q and K are not. The input of down_proj is when the
+recipe says online_hadamard: down_proj's columns are turned here, its input in the kernel that makes it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import Spec
+from nybble.kernels.reference import hadamard_blocks
 from nybble.models.config import ModelConfig
 from nybble.models.load import Source
 
@@ -81,6 +83,21 @@ def _bordered(q: int, sign: float) -> Tensor:
 
 def _is_prime(number: int) -> bool:
     return number > 1 and all(number % d for d in range(2, int(number**0.5) + 1))
+
+
+class OnlineHadamard:
+    """A source of tensors whose down projections expect an input turned in runs of `size` channels (`nn.mlp.Mlp.hadamard`)."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.source, self.size, self.config = source, size, source.config
+        self.has, self.act, self.unread = source.has, source.act, source.unread
+
+    def get(self, name: str) -> Tensor | QTensor:
+        value = self.source.get(name)
+        if not name.endswith(".down_proj.weight"):
+            return value
+        wide = dequantize(value, torch.float64) if isinstance(value, QTensor) else value.double()
+        return hadamard_blocks(wide, self.size).float()
 
 
 class Rotated:

@@ -31,8 +31,8 @@ from nybble.quantize import auto
 from nybble.quantize.calibrate import Stream, build_layer, quantize_layer, quantize_parts, take_windows
 from nybble.quantize.recipe import SITES, Recipe, hash_text, shipped_text
 from nybble.quantize.resume import Saved, Tensors
-from nybble.quantize.rotate import Rotated, can_rotate
-from nybble.quantize.smooth import smooth_layer
+from nybble.quantize.rotate import OnlineHadamard, Rotated, can_rotate
+from nybble.quantize.smooth import ALL_SITES, smooth_layer
 from nybble.text import load_tokenizer, read_text
 
 Progress = Callable[[str, float], None]
@@ -94,6 +94,8 @@ def quantize_checkpoint(
     kv = (checkpoint.kv or "int8") if kv == "auto" else kv
     if kv not in KV:
         raise ValueError(f"kv = {kv!r} is not a KV cache type; there are {', '.join(KV)}")
+    if checkpoint.hadamard:
+        raise ValueError(f"{path} turns the inputs of its down projections at run time: quantize the model it was made from")
     config = read_config(checkpoint.config)
     target = pick_device(device) if not isinstance(device, torch.device) else device
     notes: list[str] = []
@@ -115,6 +117,9 @@ def quantize_checkpoint(
             raise ValueError(f"transform = {recipe.transform}: {reason}; transform = smooth or none would do")
         source = Rotated(checkpoint, config, recipe.seed, target)
         config = read_config(source.config)
+    if recipe.online_hadamard:
+        config = replace(config, hadamard=min(config.intermediate_size & -config.intermediate_size, 16384))
+        source = OnlineHadamard(source, config.hadamard)
     check_target(Path(out), checkpoint)
     saved = Saved(Path(f"{Path(out)}.resume"), _key(recipe, kv, checkpoint, tokens))
     try:
@@ -129,7 +134,8 @@ def quantize_checkpoint(
         if checkpoint.scheme_name != "16bit":
             notes.append(f"the source was quantized already ({checkpoint.scheme_name}): what that lost is not undone; start "
                          "from 16 bits if you can")
-        write_checkpoint(out, dict(source.config), run.tensors(schemes), schemes, kv, checkpoint, recipe.to_dict())
+        write_checkpoint(out, dict(source.config), run.tensors(schemes), schemes, kv, checkpoint, recipe.to_dict(),
+                         hadamard=config.hadamard)
         saved.remove()
     finally:
         saved.close()
@@ -290,10 +296,13 @@ class _Run:
             layer = self.layer(index)
             if "smooth" in self.recipe.transform:
                 step, kv = stream.steps()[0]
-                changed = smooth_layer(layer, stream.hidden[0], kv, step, self.config, schemes)
+                changed = smooth_layer(layer, stream.hidden[0], kv, step, self.config, schemes,
+                                       ALL_SITES[:-1] if self.config.hadamard else ALL_SITES)
                 layer = self.layer(index, changed)
             done = quantize_layer(layer, stream, reference, schemes, self.recipe, stored)
         tensors: Tensors = [(f"{name}.weight", found.weight.to("cpu")) for name, found in done.items()]
+        tensors += [(f"{name}.input_scale", torch.tensor([found.act_scale], dtype=stored)) for name, found in done.items()
+                    if found.act_scale is not None]
         quantized = {name for name, _ in tensors}
         for name in self.names:
             if name.startswith(at) and name not in quantized:

@@ -14,23 +14,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from nybble.engine.client import EngineDied, RequestRefused
 from nybble.engine.messages import Info, SamplingParams, TokenLogprob
+from nybble.serve.answers import ChatAnswer, CompletionAnswer, Usage
 from nybble.serve.metrics import Metrics
-from nybble.serve.page import PAGE
 from nybble.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     RequestError,
+    T,
     TokenizeRequest,
     check_messages,
     decode,
@@ -90,23 +90,21 @@ def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | 
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Chat completion, streamed or not."""
-        body = decode(ChatRequest, await request.body())
-        _check_model(server, body.model)
+        body = await _read(server, request, ChatRequest)
         params = body.params()
         token_ids = await _chat_ids(tokenizer, body.messages, True, body.chat_template_kwargs or {})
         params = _fit(server, params, [token_ids], "messages", explicit=params.max_tokens is not None)
-        return await _answer(server, request, ChatAnswer(server, params, body), [token_ids], params)
+        return await _answer(server, request, ChatAnswer(server.name, tokenizer, params, body), [token_ids], params)
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Text completion of one or several prompts, streamed or not."""
-        body = decode(CompletionRequest, await request.body())
-        _check_model(server, body.model)
+        body = await _read(server, request, CompletionRequest)
         params, prompts = body.params(), body.prompts()
         token_ids = [await _ids(tokenizer, one) if isinstance(one, str) else one for one in prompts]
         params = _fit(server, params, token_ids, "prompt", explicit=body.max_tokens is not None)
         echo = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts] if body.echo else None
-        return await _answer(server, request, CompletionAnswer(server, params, body, echo), token_ids, params)
+        return await _answer(server, request, CompletionAnswer(server.name, tokenizer, params, body, echo), token_ids, params)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -121,8 +119,7 @@ def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | 
     @app.post("/tokenize", openapi_extra=_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of messages after the chat template."""
-        body = decode(TokenizeRequest, await request.body())
-        _check_model(server, body.model)
+        body = await _read(server, request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "send prompt or messages, one of them", param="prompt")
         if body.messages is not None:
@@ -135,8 +132,7 @@ def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | 
     @app.post("/detokenize", openapi_extra=_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        body = decode(DetokenizeRequest, await request.body())
-        _check_model(server, body.model)
+        body = await _read(server, request, DetokenizeRequest)
         _check_ids(tokenizer, body.tokens, "tokens")
         return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
@@ -159,23 +155,24 @@ def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | 
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy":
+        content = files("nybble.serve").joinpath("page.html").read_bytes()
+        return Response(content, media_type="text/html", headers={"Content-Security-Policy":
                         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"})
 
-    for kind, handler in HANDLERS.items():
-        app.add_exception_handler(kind, handler)
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = make()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(tuple(BODIES.values())))
-        return document
-
-    app.openapi = openapi
+    for kind in HANDLED:
+        app.add_exception_handler(kind, _on_error)
+    # FastAPI keeps the document it makes; it knows the routes, not the bodies.
+    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas(tuple(BODIES.values())))
     return app
 
 
 # Requests to tokens.
+
+async def _read(server: Server, request: Request, kind: type[T]) -> T:
+    body = decode(kind, await request.body())
+    _check_model(server, body.model)
+    return body
+
 
 def _check_model(server: Server, model: str | None) -> None:
     if model is not None and model != server.name:
@@ -233,116 +230,7 @@ def _fit(server: Server, params: SamplingParams, prompts: list[list[int]], param
     return msgspec.structs.replace(params, max_tokens=limit)
 
 
-# Answers in OpenAI's shapes.
-
-class Answer:
-    """What the shapes of chat and of text completions share. Each has `opening(index)`, the choices to send before the first
-    piece of a completion, `chunks(piece)`, those of a piece (an event each), and `choice(...)`, one of a whole answer."""
-
-    streamed_as: str
-    whole_as: str
-    prefix: str
-
-    def __init__(self, server: Server, params: SamplingParams, body: ChatRequest | CompletionRequest) -> None:
-        self.tokenizer, self.params, self.stream = server.tokenizer, params, bool(body.stream)
-        self.usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
-        self.head = {"id": self.prefix + uuid4().hex, "created": int(time.time()), "model": server.name}
-
-    def token_text(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id], skip_special=False)
-
-
-class ChatAnswer(Answer):
-    streamed_as, whole_as, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
-
-    def opening(self, index: int) -> list[dict]:
-        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
-
-    def chunks(self, piece: Piece) -> list[dict]:
-        out = []
-        if piece.text or piece.logprobs:
-            out.append(self._chunk(piece.index, {"content": piece.text}, self._logprobs(piece.logprobs)))
-        if piece.finish_reason:
-            out.append(self._chunk(piece.index, {}, None, piece.finish_reason))
-        return out
-
-    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
-        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": self._logprobs(logprobs), "finish_reason": reason}
-
-    @staticmethod
-    def _chunk(index: int, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> dict:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, tokens: list[TokenLogprob]) -> dict | None:
-        if self.params.logprobs is None:
-            return None
-        return {"content": [{**self._token(one.token_id, one.logprob), "top_logprobs": [
-            self._token(*pair) for pair in one.top[: self.params.logprobs]]} for one in tokens], "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict:
-        return {"token": self.token_text(token_id), "logprob": max(logprob, -9999.0),
-                "bytes": list(self.tokenizer.token_bytes(token_id))}
-
-
-class CompletionAnswer(Answer):
-    streamed_as, whole_as, prefix = "text_completion", "text_completion", "cmpl-"
-
-    def __init__(self, server: Server, params: SamplingParams, body: CompletionRequest, echo: list[str] | None) -> None:
-        super().__init__(server, params, body)
-        self._echo, self._offsets = echo, {}
-
-    def opening(self, index: int) -> list[dict]:
-        return [self._choice(index, self._echo[index // self.params.n], None, None)] if self._echo else []
-
-    def chunks(self, piece: Piece) -> list[dict]:
-        if not (piece.text or piece.logprobs or piece.finish_reason):
-            return []
-        return [self._choice(piece.index, piece.text, self._logprobs(piece.index, piece.logprobs), piece.finish_reason)]
-
-    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
-        echo = self._echo[index // self.params.n] if self._echo else ""
-        return self._choice(index, echo + text, self._logprobs(index, logprobs), reason)
-
-    @staticmethod
-    def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, index: int, tokens: list[TokenLogprob]) -> dict | None:
-        if self.params.logprobs is None:
-            return None
-        out: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for one in tokens:
-            text, offset = self._name(one.token_id), self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(self.token_text(one.token_id))
-            pairs = [(one.token_id, one.logprob), *one.top[: self.params.logprobs]]
-            for key, value in (("tokens", text), ("token_logprobs", max(one.logprob, -9999.0)), ("text_offset", offset),
-                               ("top_logprobs", {self._name(i): max(p, -9999.0) for i, p in pairs})):
-                out[key].append(value)
-        return out
-
-    def _name(self, token_id: int) -> str:
-        """The token's text; where that is not text of its own, its bytes, as OpenAI writes them, so that keys differ."""
-        text = self.token_text(token_id)
-        return text if "�" not in text else "bytes:" + "".join(f"\\x{b:02x}" for b in self.tokenizer.token_bytes(token_id))
-
-
-class Usage:
-    """Token counts of one answer: each prompt once, every generated token of every completion."""
-
-    def __init__(self, prompts: list[list[int]], n: int) -> None:
-        self._prompt, self._n, self._generated, self._cached = sum(map(len, prompts)), n, 0, [0] * len(prompts)
-
-    def add(self, piece: Piece) -> None:
-        self._generated += piece.num_tokens
-        if piece.index % self._n == 0:  # the first completion says what the prompt found in the cache
-            prompt = piece.index // self._n
-            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
-
-    def as_dict(self) -> dict:
-        return {"prompt_tokens": self._prompt, "completion_tokens": self._generated,
-                "total_tokens": self._prompt + self._generated, "prompt_tokens_details": {"cached_tokens": sum(self._cached)}}
-
+# Answers: whole, or as events.
 
 async def _answer(server: Server, request: Request, answer: ChatAnswer | CompletionAnswer, prompts: list[list[int]],
                   params: SamplingParams) -> Response:
@@ -509,9 +397,17 @@ class Gate:
 
 # Errors as OpenAI's error object.
 
-def _as_request_error(error: Exception) -> RequestError | None:
+def _as_request_error(error: Exception, request: Request | None = None) -> RequestError | None:
+    """None for a bug."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, HTTPException):
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            routes = (f"{method} {route.path}" for route in request.app.routes
+                      for method in sorted(route.methods or ()) if method != "HEAD" and route.path in SHOWN)
+            message = f"{request.method} {request.url.path} is not served here; these are: {', '.join(routes)}"
+        return RequestError(error.status_code, message, headers=dict(error.headers or {}))
     if isinstance(error, RequestRefused):
         # The engine speaks of ids where the client sent a prompt or messages.
         return RequestError(400, error.message, param="prompt" if error.field == "token_ids" else error.field)
@@ -526,32 +422,11 @@ def _error(error: RequestError) -> Response:
     return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
 
 
-async def _on_known(_: Request, error: Exception) -> Response:
-    return _error(_as_request_error(error))
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)  # nobody reads it; the count of answers does
+    known = _as_request_error(error, request)
+    return _error(known or RequestError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
 
-async def _on_http(request: Request, error: HTTPException) -> Response:
-    message = str(error.detail)
-    if error.status_code in (404, 405):
-        routes = (f"{method} {route.path}" for route in request.app.routes
-                  for method in sorted(route.methods or ()) if method != "HEAD" and route.path in SHOWN)
-        message = f"{request.method} {request.url.path} is not served here; these are: {', '.join(routes)}"
-    return _error(RequestError(error.status_code, message, headers=dict(error.headers or {})))
-
-
-async def _on_invalid(_: Request, error: RequestValidationError) -> Response:
-    return _error(RequestError(400, "; ".join(str(one.get("msg")) for one in error.errors())))
-
-
-async def _on_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; the count of answers does
-
-
-async def _on_bug(_: Request, error: Exception) -> Response:
-    return _error(RequestError(500, f"internal error: {type(error).__name__}", code="internal_error"))
-
-
-HANDLERS: dict[type[Exception], Callable] = {
-    RequestError: _on_known, RequestRefused: _on_known, EngineDied: _on_known, EngineFailed: _on_known,
-    ClientGone: _on_gone, HTTPException: _on_http, RequestValidationError: _on_invalid, Exception: _on_bug,
-}
+HANDLED = (RequestError, RequestRefused, EngineDied, EngineFailed, ClientGone, HTTPException, Exception)

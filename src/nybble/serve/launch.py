@@ -36,14 +36,11 @@ class ServeError(RuntimeError):
 
 
 def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model_name: str | None = None,
-          api_key: str | None = None, engine: Mapping[str, Any] | None = None, max_waiting: int = 1024,
-          max_body_bytes: int = 16 << 20, drain_s: int = 30, log_level: str = "warning",
-          progress: Callable[[str], None] | None = None) -> None:
-    """Serve a checkpoint until SIGINT or SIGTERM: then no request is taken any more, those running have drain_s seconds.
+          api_key: str | None = None, engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Serve a checkpoint until SIGINT or SIGTERM: then no request is taken any more, those running have a while to end.
 
     port: 0 is any free one. model_name: what clients call the model; default the checkpoint's. engine: as `LLM` takes them, kv,
-    device and fields of `EngineConfig`. progress: told in words what happens, at the end of starting where the server is.
-    Raises ServeError.
+    device and fields of `EngineConfig`. options: of `run` and `create_app`. Raises ServeError.
     """
     path = Path(model)
     if not 0 <= port <= 65535:
@@ -52,13 +49,16 @@ def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model
         raise ServeError("api_key: wants ASCII text without spaces at its ends; without one, leave it out")
     if not path.exists():
         raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
-    options = {"kv": "auto", "device": "auto"} | dict(engine or {})
-    device, kv = options.pop("device"), options.pop("kv")
-    config = ProcessConfig(model=str(path), device=device, engine=EngineConfig(kv=None if kv == "auto" else kv, **options))
     with closing(listen(host, port)) as listener:
-        tokenizer = load_tokenizer(path)
-        asyncio.run(run(config, tokenizer, listener, progress=progress, drain_s=drain_s, log_level=log_level, name=model_name,
-                        api_key=api_key, max_waiting=max_waiting, max_body_bytes=max_body_bytes))
+        tokenizer, config = load_tokenizer(path), process_config(str(path), **(engine or {}))
+        asyncio.run(run(config, tokenizer, listener, name=model_name, api_key=api_key, **options))
+
+
+def process_config(model: str, *, kv: str = "auto", device: str = "auto", factory: str = ProcessConfig().factory,
+                   **engine: Any) -> ProcessConfig:
+    """kv, device and engine: as `LLM` takes them."""
+    return ProcessConfig(model=model, device=device, engine=EngineConfig(kv=None if kv == "auto" else kv, **engine),
+                         factory=factory)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -76,6 +76,8 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
               progress: Callable[[str], None] | None = None, drain_s: int = 30, log_level: str = "warning",
               **options: Any) -> None:
     """Start the engine, serve on `listener` (which gets closed) until a signal, stop the engine. options: of `create_app`.
+    progress: told in words what happens, at the end of starting where the server is. drain_s: seconds that running requests
+    have after the signal.
 
     Raises ServeError when the engine cannot start, or dies while serving.
     """

@@ -9,18 +9,29 @@ Source: the OpenAI API reference (chat/completions, completions); the extra samp
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from nybble.engine.messages import SamplingParams
 
+RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# Fields that `SamplingParams` has, too.
+SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n",
+        "ignore_eos", "min_tokens", "skip_special_tokens")
 ROLES = ("system", "developer", "user", "assistant")
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 T = TypeVar("T")
+
+
+def unsupported(*neutral: Any) -> Any:
+    """The type of a field that is not honoured. neutral: what it may say besides null: the values that ask for nothing."""
+    schema = {"enum": [None, *neutral], "description": "Not supported."}
+    return Annotated[Any, Meta(extra={"neutral": neutral}, extra_json_schema=schema)]
 
 
 class RequestError(Exception):
@@ -43,7 +54,7 @@ def _clean(text: str) -> str:
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
-    include_obfuscation: Any = None
+    include_obfuscation: unsupported(False) = None
 
 
 class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,23 +80,17 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: Any = None
+    logit_bias: unsupported({}) = None
 
     def _params(self, logprobs: int | None, max_tokens: int | None, names: dict[str, str]) -> SamplingParams:
         """names: where a field of SamplingParams is called otherwise in this request, for the error."""
         if self.stream_options is not None:
             if not self.stream:
                 raise RequestError(400, "stream_options is only for stream = true", param="stream_options")
-            _refuse_unless_neutral(self.stream_options, {"include_obfuscation": (False,)}, "stream_options.")
-        given = {
-            "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty, "seed": self.seed, "n": self.n,
+            _refuse_unless_neutral(self.stream_options, "stream_options.")
+        given = {name: getattr(self, name) for name in SAME} | {
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            "include_stop": self.include_stop_str_in_output, "ignore_eos": self.ignore_eos,
-            "stop_token_ids": tuple(self.stop_token_ids or ()), "min_tokens": self.min_tokens,
-            "skip_special_tokens": self.skip_special_tokens,
-        }
+            "stop_token_ids": tuple(self.stop_token_ids or ()), "include_stop": self.include_stop_str_in_output}
         try:
             return SamplingParams(**{k: v for k, v in given.items() if v is not None},
                                   logprobs=logprobs, max_tokens=max_tokens)
@@ -105,12 +110,12 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
     role: Literal[ROLES]
     content: str | list[TextPart] | None = None
-    name: Any = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
+    name: unsupported() = None
+    refusal: unsupported() = None
+    annotations: unsupported([]) = None
+    audio: unsupported() = None
+    function_call: unsupported() = None
+    tool_calls: unsupported([]) = None
 
     def rendered(self) -> dict[str, str]:
         """As chat templates take it. A developer's turn is a system turn: templates know no other name for it."""
@@ -126,26 +131,26 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    metadata: Any = None
-    modalities: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    service_tier: Any = None
-    store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    audio: unsupported() = None
+    function_call: unsupported("none", "auto") = None
+    functions: unsupported([]) = None
+    metadata: unsupported({}) = None
+    modalities: unsupported(["text"]) = None
+    parallel_tool_calls: unsupported(True, False) = None
+    prediction: unsupported() = None
+    prompt_cache_retention: unsupported("in_memory") = None
+    reasoning_effort: unsupported() = None
+    response_format: unsupported({"type": "text"}) = None
+    service_tier: unsupported("auto", "default") = None
+    store: unsupported(False) = None
+    tool_choice: unsupported("none", "auto") = None
+    tools: unsupported([]) = None
+    verbosity: unsupported("medium") = None
+    web_search_options: unsupported() = None
 
     def params(self) -> SamplingParams:
         """Raises RequestError (400) naming the field whose value cannot be honoured."""
-        _refuse_unless_neutral(self, CHAT_NEUTRAL)
+        _refuse_unless_neutral(self)
         check_messages(self.messages)
         for name in self.chat_template_kwargs or ():
             if name in RESERVED_KWARGS or not name.isidentifier():
@@ -166,12 +171,12 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Int | None = None
     echo: bool | None = None
-    best_of: Any = None
-    suffix: Any = None
+    best_of: unsupported(1) = None
+    suffix: unsupported("") = None
 
     def params(self) -> SamplingParams:
         """Raises RequestError (400) naming the field whose value cannot be honoured."""
-        _refuse_unless_neutral(self, COMPLETION_NEUTRAL | {"best_of": tuple({1, self.n or 1})})
+        _refuse_unless_neutral(self, best_of=(self.n,) if self.n not in (None, 1) else ())
         if self.echo and self.logprobs is not None:
             raise RequestError(400, "echo with logprobs is not supported: leave out one of them", param="echo")
         return self._params(self.logprobs, 16 if self.max_tokens is None else self.max_tokens, {})
@@ -201,32 +206,27 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[TokenId]
 
 
-# What a field that is not honoured may say besides null: the values that ask for nothing.
-CHAT_NEUTRAL: dict[str, tuple] = {
-    "audio": (), "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},), "metadata": ({},),
-    "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
-    "prompt_cache_retention": ("in_memory",), "reasoning_effort": (), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "store": (False,), "tool_choice": ("none", "auto"), "tools": ([],),
-    "verbosity": ("medium",), "web_search_options": (),
-}
-MESSAGE_NEUTRAL: dict[str, tuple] = {
-    "name": (), "refusal": (), "annotations": ([],), "audio": (), "function_call": (), "tool_calls": ([],)}
-COMPLETION_NEUTRAL: dict[str, tuple] = {"logit_bias": ({},), "suffix": ("",)}
-RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "self"})
-
-
-def _refuse_unless_neutral(struct: Struct, table: dict[str, tuple], where: str = "") -> None:
-    for name, neutral in table.items():
-        value = getattr(struct, name)
+def _refuse_unless_neutral(struct: Struct, where: str = "", **also: tuple) -> None:
+    """also: further values that ask for nothing in this request, by field."""
+    for name, neutral in neutral_values(type(struct)).items():
+        value, neutral = getattr(struct, name), neutral + also.get(name, ())
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             fine = "".join(f" or send {msgspec.json.encode(one).decode()}" for one in neutral)
             raise RequestError(400, f"{where}{name} is not supported: leave it out{fine}", param=where + name)
 
 
+@cache
+def neutral_values(kind: type[Struct]) -> dict[str, tuple]:
+    """What each field that is not honoured may say besides null."""
+    hints = get_type_hints(kind, include_extras=True)
+    metas = {name: meta for name, hint in hints.items() for meta in getattr(hint, "__metadata__", ())}
+    return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
+
+
 def check_messages(messages: list[Message]) -> None:
     """Raises RequestError (400) naming the field of a message that cannot be honoured."""
     for index, message in enumerate(messages):
-        _refuse_unless_neutral(message, MESSAGE_NEUTRAL, f"messages[{index}].")
+        _refuse_unless_neutral(message, f"messages[{index}].")
         if message.content is None:
             raise RequestError(400, "a message needs its content", param=f"messages[{index}].content")
 
@@ -249,11 +249,5 @@ def decode(kind: type[T], body: bytes) -> T:
 
 
 def schemas(kinds: tuple[type, ...]) -> dict[str, Any]:
-    """JSON schemas of the request bodies, for the OpenAPI document's components; a field that is not honoured shows all that it
-    may say."""
-    found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
-    text = COMPLETION_NEUTRAL | {"best_of": (1,)}
-    for name, table in (("ChatRequest", CHAT_NEUTRAL), ("CompletionRequest", text), ("Message", MESSAGE_NEUTRAL)):
-        for field, neutral in table.items():
-            found[name]["properties"][field] = {"enum": [None, *neutral], "description": "Not supported."}
-    return found
+    """JSON schemas of the request bodies, for the OpenAPI document's components."""
+    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]

@@ -75,6 +75,13 @@ class TextStream:
                 return text, used
         return text, len(token_ids)
 
+    def take(self, delta: Delta) -> tuple[str, int, str | None]:
+        """What a delta adds: text that is final, how many of its ids were used, and why the completion ended if it did."""
+        text, used = self.push(delta.token_ids, delta.finish_reason == "stop")
+        if delta.finish_reason is not None:
+            text += self.finish()
+        return text, used, "stop" if self.stopped else delta.finish_reason
+
     def finish(self) -> str:
         """The rest, after the last push."""
         if self.stopped:
@@ -97,6 +104,12 @@ class TextStream:
         return text[: len(text) - keep]
 
 
+def text_stream(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+    """For one completion."""
+    detokenizer = tokenizer.stream(skip_special=params.skip_special_tokens)
+    return TextStream(detokenizer, params.stop, params.include_stop, params.min_tokens)
+
+
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of text that is a beginning of stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
@@ -111,8 +124,7 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
     """
     request_id = uuid4().hex
     live = set(range(params.n))
-    texts = [TextStream(tokenizer.stream(skip_special=params.skip_special_tokens), params.stop, params.include_stop,
-                        params.min_tokens) for _ in range(params.n)]
+    texts = [text_stream(tokenizer, params) for _ in range(params.n)]
     timer = metrics.request(params.n)
     try:
         async with aclosing(client.generate(request_id, token_ids, params)) as deltas:
@@ -121,12 +133,8 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
                     continue
                 if delta.finish_reason in ("error", "abort"):
                     raise EngineFailed(delta.error or "the engine ended the request")
-                stream = texts[delta.index]
-                text, used = stream.push(delta.token_ids, delta.finish_reason == "stop")
+                text, used, reason = texts[delta.index].take(delta)
                 timer.tokens(delta.index, used, time.perf_counter())
-                if delta.finish_reason is not None:
-                    text += stream.finish()
-                reason = "stop" if stream.stopped else delta.finish_reason
                 if reason is not None:
                     live.discard(delta.index)
                     timer.finished(reason)
@@ -138,14 +146,8 @@ async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], par
                     break
         if live:
             raise EngineFailed("the engine's answer ended early")
-    except EngineFailed:
-        timer.failed("error")
-        raise
-    except (GeneratorExit, asyncio.CancelledError):
-        timer.failed("abort")
-        raise
-    except Exception:
-        timer.failed("refused")
+    except BaseException as error:  # leaving early is one that is no Exception
+        timer.failed("error" if isinstance(error, EngineFailed) else "refused" if isinstance(error, Exception) else "abort")
         raise
     finally:
         timer.close()

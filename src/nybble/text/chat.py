@@ -34,17 +34,13 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
     """Raises ValueError with the line when the template is not valid jinja2."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                 extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:

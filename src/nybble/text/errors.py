@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -29,6 +30,23 @@ def held(config: Mapping[str, Any], key: str, *kinds: Any, where: str = "config.
     if found is not None:
         raise ValueError(f"{where}: {key} = {found!r}; wants {' or '.join(WANTS[kind] for kind in kinds)}")
     return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} when the file is not there. Raises BrokenFile when it is none."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenFile(path, str(error)) from error
+    if not isinstance(value, dict):
+        raise BrokenFile(path, "it holds no JSON object")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_text(path: str | Path) -> str:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from nybble.text.chat import render
 from nybble.text.detokenizer import Detokenizer, byte_of_char
-from nybble.text.errors import BrokenFile, held
+from nybble.text.errors import BrokenFile, held, read_json, write_json
 from nybble.text.gguf import find_gguf, read_gguf
 from nybble.text.vocabulary import from_gguf
 
@@ -39,7 +39,7 @@ class Tokenizer:
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         decoder = json.loads(backend.to_str())["decoder"] or {}
-        self._decoders = {step["type"] for step in (decoder, *decoder.get("decoders", ()))}
+        self._decoders = {step.get("type") for step in (decoder, *decoder.get("decoders", ()))}
         self._byte_level = decoder.get("type") == "ByteLevel"
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -111,11 +111,11 @@ class Tokenizer:
         if self.templates:
             named = [{"name": name, "template": text} for name, text in self.templates.items()]
             config["chat_template"] = self.templates["default"] if list(self.templates) == ["default"] else named
-        _write_json(folder / "tokenizer_config.json", config)
+        write_json(folder / "tokenizer_config.json", config)
         pad = self.special.get("pad_token")
         ids = {"bos_token_id": self.bos_id, "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids),
                "pad_token_id": self.backend.token_to_id(pad) if pad else None}
-        _write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None and v != []})
+        write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None and v != []})
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -141,10 +141,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = Backend.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the binding raises bare Exception
         raise BrokenFile(path / "tokenizer.json", str(error)) from error
-    config = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
+    config = read_json(path / "special_tokens_map.json") | read_json(path / "tokenizer_config.json")
     for role in ROLES:
         held(config, role, str, dict, where="tokenizer_config.json")
-    generation, model = _read_json(path / "generation_config.json"), _read_json(path / "config.json")
+    generation, model = read_json(path / "generation_config.json"), read_json(path / "config.json")
     token_id = lambda role: backend.token_to_id(_content(config[role])) if config.get(role) else None  # noqa: E731
     first = lambda *values: next((v for v in values if v is not None), None)  # noqa: E731
     return Tokenizer(backend, config, _templates(path, config),
@@ -166,7 +166,7 @@ def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
         if name is None or template is None:
             raise ValueError("tokenizer_config.json: chat_template wants a name and a template in each of its objects")
         found[name] = template
-    legacy = _read_json(path / "chat_template.json").get("chat_template")
+    legacy = read_json(path / "chat_template.json").get("chat_template")
     if isinstance(legacy, str):
         found["default"] = legacy
     if (path / "chat_template.jinja").is_file():
@@ -182,20 +182,3 @@ def _content(token: str | dict[str, Any]) -> str:
 
 def _is_byte(token: str) -> bool:
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} when the file is not there. Raises BrokenFile when it is no JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BrokenFile(path, str(error)) from error
-    if not isinstance(value, dict):
-        raise BrokenFile(path, "it holds no JSON object")
-    return value
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,323 @@
+"""W8A8 linears on Hopper (sm_90a), in CUDA (`w8a8_sm90.cu`): int8 per token and channel, and FP8 E4M3 per token or tensor and
+channel or tensor, and in blocks (one scale per token, row and 128 channels).
+
+int8 sums are int32. FP8 sums are taken over the channels in one order, 512 at a time in the tensor core (128 in blocks) and
+these in float32: no tile and no batch changes a bit of either. This file packs weights, chooses a tile by a table and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nybble.formats.numerics import FLOAT8
+from nybble.formats.qtensor import QTensor, expand
+from nybble.formats.spec import FP8, INT8, PER_TOKEN_INT8, Spec
+from nybble.kernels import nvrtc, reference
+from nybble.kernels.linear_hopper import BLOCK, MOST_BYTES, OUT, PROCESSOR_BYTES, RESERVED_BYTES, processors
+from nybble.kernels.linear_triton import LARGEST_IN
+from nybble.kernels.registry import LinearKernel, LinearShape
+from nybble.kernels.types import Rows
+
+ROWS = 64  # of a packed tile, and of a warpgroup
+INTEGER, FLOAT, BLOCKS = 0, 1, 2  # KIND of the .cu
+PER_TOKEN, PER_GROUP, STATIC = 1, 2, 3  # QUANTIZE of the .cu
+
+
+# ---- tiles --------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """64 weight rows a warpgroup x `tokens`; as many steps of 128 channels in flight as shared memory holds.
+
+    cluster: programs with neighbouring rows that share their tokens, each copying a part for all. resident: programs that fit
+    a processor. order: token tiles before the next rows. piece: tokens of one product in FP8 blocks, `buffers` of them in
+    flight beside the float32 sums (else: all tokens at once). staged: outputs of 16 bits leave by copies from shared memory,
+    16 tokens each.
+    """
+
+    tokens: int
+    warpgroups: int = 1
+    cluster: int = 1
+    resident: int = 1
+    order: int = 8
+    piece: int = 0
+    buffers: int = 2
+    staged: bool = False
+
+    @property
+    def rows(self) -> int:
+        return ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + (128 if self.registers else 32)
+
+    @property
+    def registers(self) -> int:
+        """Of a multiplying thread where the even share is too few (0: it is not)."""
+        return 224 if self.warpgroups == 2 and self.tokens >= 128 else 0
+
+
+# Few tokens, (tokens and rows at most, tile), the first match wins; more: see `tile_for`. Both from sweeps on an H200 over the
+# four Llama-2-13B linears at 1, 16, 32, 64, 128, 256, 512, 1024 and 4096 tokens.
+ANY = 1 << 30
+FEW = tuple(row for t in (8, 16, 32, 64) for row in ((t, 8192, Tile(t)), (t, ANY, Tile(t, 2))))
+NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
+    INTEGER: (*FEW, (128, 8192, Tile(128, 1, 4)), (128, ANY, Tile(128, 2, 4, staged=True))),
+    FLOAT: (*FEW, (128, 8192, Tile(128)), (128, ANY, Tile(128, 2, 4, staged=True))),
+    BLOCKS: (
+        *(row for t in (16, 32, 64) for row in ((t, 8192, Tile(t, 1, 2)), (t, ANY, Tile(t, 1, 1, 2)))),
+        (128, 8192, Tile(128, 1, 4)),
+        (128, ANY, Tile(128, 2, 4, staged=True)),
+    ),
+}
+WIDE = {
+    INTEGER: (Tile(256, 2, 2, staged=True), Tile(176, 2, 2, staged=True), Tile(128, 2, 4, staged=True)),
+    FLOAT: (*(Tile(t, 2, 2, staged=True) for t in (176, 160)), Tile(128, 2, 4, staged=True)),
+    BLOCKS: (Tile(256, 2, 2, staged=True), Tile(176, 2, 2, staged=True), Tile(128, 2, 4, staged=True)),
+}
+TILE_TOKENS = 48  # what starting and storing a tile costs, as tokens
+
+
+def with_pieces(tile: Tile, kind: int) -> Tile:
+    """The tile with the pieces that its FP8 products are cut into, if it names none."""
+    if kind != BLOCKS or tile.piece:
+        return tile
+    piece = 128 if tile.tokens == 256 else tile.tokens  # 256 do not fit in registers twice
+    return tile._replace(piece=piece, buffers=2 if tile.tokens // 2 + piece <= 192 else 1)
+
+
+def tile_for(kind: int, tokens: int, rows: int, processors: int) -> Tile:
+    """From the table, or the wide tile with the least rounds over all processors times tokens of a tile: the sweep's best or
+    at most 5 % behind it."""
+    for most, widest, tile in NARROW[kind]:
+        if tokens <= most and rows <= widest:
+            return with_pieces(tile, kind)
+
+    def cost(tile: Tile) -> int:
+        tiles = -(-rows // (tile.rows * tile.cluster)) * tile.cluster * -(-tokens // tile.tokens)
+        return -(-tiles // processors) * (tile.tokens + TILE_TOKENS)
+
+    return with_pieces(min(WIDE[kind], key=cost), kind)
+
+
+def shared_memory(tile: Tile, kind: int) -> tuple[int, int]:
+    """(stages, bytes) of a program; the layout is the .cu's."""
+    each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind == BLOCKS else 0)) + 16
+    outputs = 16384 * tile.warpgroups if tile.staged else 0
+    stages = min(24, (min(MOST_BYTES, PROCESSOR_BYTES // tile.resident - RESERVED_BYTES) - outputs) // each)
+    return stages, -(-(stages * each + outputs) // 128) * 128
+
+
+# ---- packing ------------------------------------------------------------------------------------------------------
+
+
+def tile_order() -> Tensor:
+    """Where byte i of a packed tile comes from, as an index into the row-major tile of 64 rows x 128 bytes. int64.
+
+    Row p of the tensor core's 64 is row 16 (p / 16) + 2 (p % 8) + (p % 16) / 8, so that the two a thread gets are neighbours,
+    and 16 bytes c of it lie at c xor p % 8, the 128-byte swizzle.
+    """
+    p, c, byte = torch.arange(64)[:, None, None], torch.arange(8)[None, :, None], torch.arange(16)[None, None, :]
+    row = p // 16 * 16 + p % 8 * 2 + p % 16 // 8
+    return (row * 128 + (c ^ p % 8) * 16 + byte).flatten()
+
+
+def pack_tiles(codes: Tensor) -> Tensor:
+    """Bytes [N, K], N a multiple of 64, K of 128 -> [N / 64, K / 128, 8192]."""
+    n, k = codes.shape
+    tiles = codes.view(n // 64, 64, k // 128, 128).permute(0, 2, 1, 3).reshape(n // 64, k // 128, -1)
+    return tiles[:, :, tile_order().to(codes.device)].contiguous()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """codes: see `pack_tiles`. scale: float32 [N padded], or [K / 128, N padded] in blocks. act: how FP8 activations are made,
+    act_scale: float32 [1], where it is static."""
+
+    kind: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    codes: Tensor
+    scale: Tensor
+    act: Spec
+    act_scale: Tensor | None = None
+    tile: Tile | None = None  # set: this tile whatever the batch (benchmarks, tests)
+
+
+def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
+    assert isinstance(weight, QTensor)
+    assert shape.scheme.act is not None
+    weight = weight.to(shape.device)
+    n, k = weight.shape
+    padding = -n % ROWS
+    codes = torch.nn.functional.pad(weight.codes.view(torch.uint8), (0, -k % BLOCK, 0, padding))
+    groups = weight.scale.shape[1]
+    scale = expand(weight.scale, (n, groups), tile=(weight.spec.tile[0], None))
+    kind = INTEGER if weight.spec.num == INT8 else BLOCKS if shape.scheme.act.group == BLOCK else FLOAT
+    if kind == BLOCKS:
+        scale = scale.expand(n, -(-k // BLOCK))
+    scale = torch.nn.functional.pad(scale.t(), (0, padding)).contiguous()
+    given = None if shape.act_scale is None else torch.tensor([shape.act_scale], device=shape.device)
+    return Packed(kind, n, k, shape.dtype, pack_tiles(codes), scale, shape.scheme.act, given)
+
+
+# ---- launching ----------------------------------------------------------------------------------------------------
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of the .cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y")),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_groups", "token_tiles")),
+        *((name, ctypes.c_int) for name in ("order", "x_stride")),
+    ]
+
+
+class QuantizeArguments(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("k", ctypes.c_int),
+                ("stride", ctypes.c_int)]  # fmt: skip
+
+
+def product(kind: int, tokens: int) -> str:
+    """CUDA for the sums' type and one wgmma: 64 rows x 32 channels times `tokens` x 32 channels, both in shared memory."""
+    n, sum_type, letter = tokens // 2, *(("int", "r") if kind == INTEGER else ("float", "f"))
+    sums, places = ", ".join(f"%{i}" for i in range(n)), ", ".join(f'"+{letter}"(sum[{i}])' for i in range(n))
+    types, signs = ("s32.s8.s8", "") if kind == INTEGER else ("f32.e4m3.e4m3", ", 1, 1")
+    return (
+        f"typedef {sum_type} Sum;\n"
+        f"__device__ __forceinline__ void product(Sum (&sum)[{n}], unsigned long long w, unsigned long long x, int add) {{\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0;"\n'
+        f'      "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types} {{{sums}}}, %{n}, %{n + 1}, p{signs}; }}"\n'
+        f'      : {places} : "l"(w), "l"(x), "r"(add));\n}}\n'
+    )
+
+
+def source_and_defines(tile: Tile, kind: int, out: int) -> tuple[str, dict[str, int]]:
+    piece = tile.piece if kind == BLOCKS else tile.tokens
+    defines = {
+        "KIND": kind, "TOKENS": tile.tokens, "PIECE": piece, "BUFFERS": tile.buffers, "STAGES": shared_memory(tile, kind)[0],
+        "WARPGROUPS": tile.warpgroups, "RESIDENT": tile.resident, "CLUSTER": tile.cluster, "REGISTERS": tile.registers,
+        "STAGED": int(tile.staged), "OUT": out,
+    }  # fmt: skip
+    return product(kind, piece) + nvrtc.source("w8a8_sm90.cu"), defines
+
+
+@functools.cache
+def kernel(tile: Tile, kind: int, out: int, device: int) -> ctypes.c_void_p:
+    source, defines = source_and_defines(tile, kind, out)
+    return nvrtc.load(nvrtc.machine_code(source, defines), "w8a8", shared_memory(tile, kind)[1], device)
+
+
+@functools.cache
+def quantizer(how: int, dtype: torch.dtype, device: int) -> ctypes.c_void_p:
+    code = nvrtc.machine_code(nvrtc.source("w8a8_sm90.cu"), {"QUANTIZE": how, "OUT": OUT[dtype]})
+    return nvrtc.load(code, "quantize", 0, device)
+
+
+def quantize(x: Tensor, act: Spec, scale: Tensor | None, stride: int) -> tuple[Tensor, Tensor]:
+    """[M, K] of 16 or 32 bits -> (FP8 codes [M, K], float32 scales: [M], [K / 128 rounded up, stride] in groups, or the one
+    given). The codes and scales of `reference.quantize_float8`, bit for bit."""
+    tokens, k = x.shape
+    if tokens == 0:
+        return x.to(FLOAT8[FP8.name]), x.new_zeros(1, dtype=torch.float32)
+    how = STATIC if scale is not None else PER_GROUP if act.group == BLOCK else PER_TOKEN
+    codes = torch.empty((tokens, k), dtype=FLOAT8[FP8.name], device=x.device)
+    if scale is None:
+        shape = (-(-k // BLOCK), stride) if how == PER_GROUP else (tokens,)
+        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    arguments = QuantizeArguments(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), k, stride)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    nvrtc.launch(quantizer(how, x.dtype, x.device.index), tokens, 256, 0, 1, (arguments,), stream)
+    return codes, scale
+
+
+@functools.cache
+def most_clusters(tile: Tile, kind: int, handle: int, device: int) -> int:
+    """How many clusters of such programs run at once: some groups of processors are no multiple of a cluster."""
+    attribute, count = nvrtc.Attribute(nvrtc.CLUSTER_ATTRIBUTE), ctypes.c_int()
+    attribute.value[:3] = [tile.cluster, 1, 1]
+    size = shared_memory(tile, kind)[1]
+    config = nvrtc.LaunchConfig((tile.cluster, 1, 1), (tile.threads, 1, 1), size, None, ctypes.pointer(attribute), 1)
+    status = nvrtc.driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(handle), ctypes.byref(config))
+    nvrtc.check(status, f"counting clusters of {tile.cluster}")
+    return max(1, count.value)
+
+
+def multiply(packed: Packed, tile: Tile, codes: Tensor, scale: Tensor, stride: int) -> Tensor:
+    """Quantized rows [M, K] times the weight -> [M, N]. scale: as `quantize` gives it; stride: from one token's to the next's
+    (0: one for all), in blocks from one group's to the next's, a multiple of the tile's tokens."""
+    tokens, device = codes.shape[0], codes.device.index
+    y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
+    if tokens == 0:
+        return y
+    token_tiles, row_groups = -(-tokens // tile.tokens), -(-packed.n // (tile.rows * tile.cluster))
+    tile = tile._replace(staged=tile.staged and packed.n % 8 == 0 and packed.dtype != torch.float32)
+    handle = kernel(tile, packed.kind, OUT[packed.dtype], device)
+    clusters = min(row_groups * token_tiles, most_clusters(tile, packed.kind, handle.value or 0, device))
+    arguments = Arguments(
+        packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
+        packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride,
+    )  # fmt: skip
+    rows = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
+    outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else rows
+    nvrtc.launch(
+        handle, clusters * tile.cluster, tile.threads, shared_memory(tile, packed.kind)[1], tile.cluster,
+        (rows, outputs, arguments), torch.cuda.current_stream(codes.device).cuda_stream,
+    )  # fmt: skip
+    return y
+
+
+def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
+    tokens = (x.codes if isinstance(x, Rows) else x).shape[0]
+    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, processors(packed.codes.device.index))
+    if isinstance(x, Rows):
+        return multiply(packed, tile, x.codes.contiguous(), x.scale.contiguous(), 1)
+    stride = -(-tokens // tile.tokens) * tile.tokens if packed.kind == BLOCKS else 1 if packed.act_scale is None else 0
+    return multiply(packed, tile, *quantize(x.contiguous(), packed.act, packed.act_scale, stride), stride)
+
+
+def _refuse(shape: LinearShape) -> str | None:
+    if shape.has_order or (shape.scheme.weight is not None and shape.scheme.weight.zero):
+        return "wants symmetric weights whose groups are contiguous"
+    if shape.in_features % 16 or shape.in_features > LARGEST_IN:
+        return f"wants input channels in multiples of 16 up to {LARGEST_IN}"
+    if shape.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(shape.device)[0] != 9:
+        return "wants a Hopper GPU"
+    return nvrtc.missing()
+
+
+def _accepts_int8(shape: LinearShape) -> str | None:
+    weight = shape.scheme.weight
+    if weight is None or weight.num != INT8 or shape.scheme.act != PER_TOKEN_INT8:
+        return "wants int8 weights with int8 activations per token"
+    if weight.over is not None or weight.group not in (None, shape.in_features):
+        return "wants one scale per channel or tensor"
+    return _refuse(shape)
+
+
+def _accepts_fp8(shape: LinearShape) -> str | None:
+    weight, act = shape.scheme.weight, shape.scheme.act
+    refusal = reference.refuse_float8(shape)
+    if refusal is not None:
+        return refusal
+    if weight is None or act is None or (weight.num, act.num) != (FP8, FP8):
+        return "wants weights and activations in fp8_e4m3"
+    whole = (None, shape.in_features)
+    if act.group not in (*whole, BLOCK) or weight.group not in ((*whole, BLOCK) if act.group == BLOCK else whole):
+        return f"wants one scale per token and per row or tensor, or both per {BLOCK} channels"
+    return _refuse(shape)
+
+
+KERNELS: tuple[LinearKernel, ...] = (
+    LinearKernel("hopper w8a8", _accepts_int8, _pack, _run, PER_TOKEN_INT8),
+    LinearKernel("hopper fp8", _accepts_fp8, _pack, _run, None),
+)

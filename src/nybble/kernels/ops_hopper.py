@@ -1,0 +1,112 @@
+"""Rows between linears on Hopper (sm_90a), in CUDA (`rows_sm90.cu`): norm, SiLU(gate) * up, and plain rows, to int8.
+
+Not portable, and for 16-bit rows only: all else is `ops_triton`'s. A row is one cluster's, in an order that its width fixes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nybble.kernels import nvrtc, ops_triton
+from nybble.kernels.types import Rows
+
+PLAIN, NORM, SILU = 0, 1, 2  # OP of the .cu
+OUT = {torch.bfloat16: 0, torch.float16: 1}
+MOST_VECTORS = 6  # of a thread: more do not fit its registers
+FEW_ROWS = 4  # up to so many, SiLU(gate) * up has a cluster for each: no bit depends on it, the largest is that of any order
+
+
+class Shape(NamedTuple):
+    """A row's programs: threads of each, `vectors` times eight values of a thread, programs of a cluster."""
+
+    threads: int
+    vectors: int
+    cluster: int = 1
+
+
+def shape_for(op: int, width: int, hadamard: int, rows: int) -> Shape:
+    """From an H200 in a chain with the linears of Llama-2-13B."""
+    octets, unit = width // 8, max(32, hadamard // 8)
+    if op == SILU and not hadamard and rows <= FEW_ROWS:
+        vectors = -(-octets // 1024)
+        return Shape(-(-octets // (vectors * 128)) * 32, vectors, 4)
+    vectors = max(3, -(-octets // 640)) if op == SILU else max(2, -(-octets // 512))
+    threads = -(-octets // (vectors * unit)) * unit
+    return Shape(threads, -(-octets // threads))
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of the .cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "h", "codes", "scale")),
+        ("eps", ctypes.c_float),
+    ]  # fmt: skip
+
+
+def source_and_defines(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int
+                       ) -> tuple[str, dict[str, int]]:
+    root = f"constexpr float ROOT = {hadamard**-0.5 if hadamard else 1.0:.9e}f;\n"
+    defines = {"OP": op, "WIDTH": width, "THREADS": shape.threads, "VECTORS": shape.vectors, "CLUSTER": shape.cluster,
+               "HADAMARD": hadamard, "RESIDUAL": int(residual), "OUT": out}  # fmt: skip
+    return root + nvrtc.source("rows_sm90.cu"), defines
+
+
+@functools.cache
+def kernel(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, device: int) -> ctypes.c_void_p:
+    return nvrtc.load(nvrtc.machine_code(*source_and_defines(op, width, shape, hadamard, residual, out)), "rows", 0, device)
+
+
+def fits(op: int, x: Tensor, width: int, hadamard: int = 0) -> bool:
+    if x.dtype not in OUT or len(x) == 0 or width == 0 or width % 8 or x.data_ptr() % 16:
+        return False
+    shape = shape_for(op, width, hadamard, FEW_ROWS + 1)  # whatever the batch: bits are this file's or the other's
+    return shape.vectors <= MOST_VECTORS and shape.threads <= 1024
+
+
+def _run(op: int, x: Tensor, width: int, hadamard: int = 0, residual: Tensor | None = None, weight: Tensor | None = None,
+         eps: float = 0.0, h: Tensor | None = None) -> Rows:
+    rows, device = len(x), x.device
+    codes = torch.empty((rows, width), dtype=torch.int8, device=device)
+    scale = torch.empty(rows, dtype=torch.float32, device=device)
+    tensors = (x, residual, weight, h, codes, scale)
+    arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), eps)
+    shape = shape_for(op, width, hadamard, rows)
+    nvrtc.launch(kernel(op, width, shape, hadamard, residual is not None, OUT[x.dtype], device.index), rows * shape.cluster,
+                 shape.threads, 0, shape.cluster, (arguments,), torch.cuda.current_stream(device).cuda_stream)  # fmt: skip
+    return Rows(codes, scale)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantize: bool
+             ) -> tuple[Tensor | Rows, Tensor]:
+    """`reference.rms_norm`."""
+    width = x.shape[1]
+    if not quantize or weight.dtype != x.dtype or not fits(NORM, x, width):
+        return ops_triton.rms_norm(x, weight, eps, residual, quantize)
+    x = x.contiguous()
+    h = x if residual is None else torch.empty_like(x)
+    residual = None if residual is None else residual.contiguous()
+    return _run(NORM, x, width, 0, residual, weight.contiguous(), eps, h), h
+
+
+def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Rows:
+    """`reference.silu_mul`; the butterflies add in its order."""
+    width = gate_up.shape[1] // 2
+    turns = hadamard & (hadamard - 1) == 0 and width % max(1, hadamard) == 0
+    if not quantize or not turns or not fits(SILU, gate_up, width, hadamard):
+        return ops_triton.silu_mul(gate_up, quantize, hadamard)
+    return _run(SILU, gate_up.contiguous(), width, hadamard)
+
+
+def quantize_rows(x: Tensor) -> Rows:
+    """`reference.quantize_rows`, bit for bit."""
+    return _run(PLAIN, x.contiguous(), x.shape[1]) if fits(PLAIN, x, x.shape[1]) else ops_triton.quantize_rows(x)
+
+
+OPS = replace(ops_triton.OPS, name="hopper", rms_norm=rms_norm, silu_mul=silu_mul, quantize_rows=quantize_rows)

@@ -1,0 +1,406 @@
+// y[m, n] = sum over k of w[n, k] * x[m, k], scaled, on Hopper, sm_90a, compiled by NVRTC: int8 with int32 sums, or FP8 E4M3.
+//
+// One warp copies, WARPGROUPS multiply, 64 weight rows each (the tensor core's rows; tokens are its columns). Both operands
+// come from shared memory: weights packed in tiles of 64 rows x 128 channels that already have the 128-byte swizzle,
+// activations through a tensor map. CLUSTER blocks with neighbouring row tiles share the tokens: each copies its part to all.
+//
+// FP8 products are added in the tensor core with about 14 bits, so every 512 channels, or 128 where scales change, their sum
+// goes to a float32 sum outside it, channels in order, whatever the tile: a token's result does not depend on the batch.
+//
+// Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels),
+// TOKENS (a tile's), PIECE (of them in one product; fewer only for KIND 2 with BUFFERS 1), BUFFERS (KIND 2: products' sums in
+// flight, 1 or 2), STAGES, WARPGROUPS, RESIDENT (blocks a processor must hold), CLUSTER, REGISTERS (of a multiplying thread,
+// taken from the copying ones that then number 128; 0: all alike), STAGED (outputs leave through shared memory, 64 tokens at a
+// time), those of sm90.cuh; and `product(Sum (&sum)[PIECE / 2], u64 w, u64 x, int add)`. Or QUANTIZE, see the end.
+
+#ifndef QUANTIZE
+constexpr int COPIERS = REGISTERS ? 128 : 32, BM = 64 * WARPGROUPS, PIECES = TOKENS / PIECE;
+constexpr int TILE = 8192;  // bytes of 64 rows x 128 channels
+constexpr int W_BYTES = WARPGROUPS * TILE, X_BYTES = TOKENS * 128, S_BYTES = KIND == 2 ? (BM + TOKENS) * 4 : 0;
+constexpr int Y_BYTES = STAGED ? 8192 : 0;  // 64 tokens x 64 rows of 16 bits, twice for each warpgroup
+constexpr int W_AT = STAGES * X_BYTES, Y_AT = W_AT + STAGES * W_BYTES, S_AT = Y_AT + 2 * WARPGROUPS * Y_BYTES;
+constexpr int BARRIERS_AT = S_AT + STAGES * S_BYTES;
+constexpr int SHARE = TOKENS / CLUSTER;  // tokens that one block of a cluster copies
+
+// What a map describes, to the same address and barrier of every block of the cluster.
+__device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
+      "h"((unsigned short)((1 << CLUSTER) - 1)), "l"(EVICT_LAST)
+      : "memory");
+}
+// Not .release.cluster: that waits for all of the thread's memory traffic, 0.7 us. Products have read what is given free.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cluster(barrier, rank)) : "memory");
+}
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
+}
+__device__ __forceinline__ float2 load_shared_pair(u32 address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+
+// Registers of a product are not touched before here: the compiler does not see what `wait_products` waited for.
+__device__ __forceinline__ void hold(Sum (&part)[PIECE / 2]) {
+#pragma unroll
+  for (int i = 0; i < PIECE / 2; i++)
+    if (KIND) asm volatile("" : "+f"(*(float*)&part[i])::"memory");
+}
+
+struct Arguments {
+  const char* w;         // [N / 64, K / 128] packed tiles
+  const float *w_scale;  // [N padded], KIND 2: [K / 128, N padded]
+  const float *x_scale;  // [tokens], KIND 2: [K / 128, x_stride]
+  void* y;
+  int tokens, rows, padded_rows, steps, row_groups, token_tiles, order, x_stride;  // row_groups: of CLUSTER row tiles
+};
+
+struct Place {
+  int row_tile, token_tile;
+  __device__ __forceinline__ Place(const Arguments& a, int tile) {  // `order` token tiles before the next rows
+    int band = tile / (a.order * a.row_groups), inside = tile - band * a.order * a.row_groups;
+    int height = max(1, min(a.token_tiles - band * a.order, a.order));
+    row_tile = inside / height, token_tile = band * a.order + inside % height;
+    if (CLUSTER > 1) row_tile = row_tile * CLUSTER + blockIdx.x % CLUSTER;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDENT)
+    w8a8(const __grid_constant__ TensorMap tokens_map, const __grid_constant__ TensorMap y_map,
+         const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(1024) char shared[];
+  const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
+  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, rank = blockIdx.x % CLUSTER;
+  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, tiles = a.row_groups * a.token_tiles;
+  const bool copies = threadIdx.x == WARPGROUPS * 128;
+  const int units = (tiles - cluster + clusters - 1) / clusters * a.steps;
+
+  auto copy_weights = [&](int stage, const Place& p, int step) {
+    const u64 policy = a.token_tiles > 1 ? EVICT_NORMAL : EVICT_FIRST;
+    const u32 barrier = full + 8 * stage;
+    expect(barrier, W_BYTES + X_BYTES + S_BYTES);
+    const int last = a.padded_rows / 64 - 1;
+#pragma unroll
+    for (int i = 0; i < WARPGROUPS; i++) {
+      const size_t block = min(p.row_tile * WARPGROUPS + i, last);
+      bulk_copy(base + W_AT + stage * W_BYTES + i * TILE, a.w + (block * a.steps + step) * TILE, TILE, barrier, policy);
+      if (KIND == 2)
+        bulk_copy(base + S_AT + stage * S_BYTES + i * 256, a.w_scale + (size_t)step * a.padded_rows + block * 64, 256, barrier,
+                  EVICT_NORMAL);
+    }
+  };
+  auto copy_activations = [&](int stage, const Place& p, int step) {
+    const u32 to = base + stage * X_BYTES, barrier = full + 8 * stage;
+    const int token = p.token_tile * TOKENS;
+    if (CLUSTER == 1)
+      copy_box(to, &tokens_map, step * 128, token, barrier, EVICT_LAST);
+    else
+      copy_box_to_all(to + rank * SHARE * 128, &tokens_map, step * 128, token + rank * SHARE, barrier);
+    if (KIND == 2)
+      bulk_copy(base + S_AT + stage * S_BYTES + BM * 4, a.x_scale + (size_t)step * a.x_stride + token, TOKENS * 4, barrier,
+                EVICT_LAST);
+  };
+
+  int loaded = 0;
+  if (copies) {
+    constexpr int ARRIVALS = WARPGROUPS * (KIND == 2 ? 4 : 1) * CLUSTER;
+    for (int i = 0; i < STAGES; i++) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, ARRIVALS);
+    fence_barriers();
+    const Place p(a, cluster);  // weights need not wait for the kernel before this one
+    for (; loaded < min(STAGES, a.steps); loaded++) copy_weights(loaded, p, loaded);
+    launch_next();
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_meet();
+  wait_kernel_before();
+
+  if (warpgroup == WARPGROUPS) {
+    if (REGISTERS) fewer_registers<56>();
+    if (copies) {
+      int stage = 0, parity = 1, unit = 0;
+      for (int tile = cluster; unit < units; tile += clusters) {
+        const Place p(a, tile);
+        for (int step = 0; step < a.steps; step++, unit++) {
+          if (unit >= loaded) {
+            wait(empty + 8 * stage, parity);
+            copy_weights(stage, p, step);
+          }
+          copy_activations(stage, p, step);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+      }
+    }
+    __syncwarp();
+    if (CLUSTER > 1) cluster_meet();  // nobody copies into, or arrives at, a block that has left
+    return;
+  }
+
+  if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 56>();
+  auto release = [&](int stage) {  // products end for the whole warpgroup, reading scales for a warp alone
+    if (KIND == 2) __syncwarp();
+    const int lane = KIND == 2 ? thread % 32 : thread;
+    if (CLUSTER == 1) {
+      if (lane == 0) arrive(empty + 8 * stage);
+    } else if (lane < CLUSTER)
+      arrive_at(empty + 8 * stage, lane);
+  };
+  const int quad = thread % 4;
+  int stage = 0, parity = 0;
+  for (int tile = cluster; tile < tiles; tile += clusters) {
+    const Place p(a, tile);
+    const int row = p.row_tile * BM + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 * 2;  // and the next: a thread's rows
+    Sum sum[PIECES][PIECE / 2];
+    int before = -1;
+    auto issue = [&](Sum(&part)[PIECE / 2], int piece, int add) {
+      const u64 w = swizzled_operand(base + W_AT + stage * W_BYTES + warpgroup * TILE);
+      const u64 x = swizzled_operand(base + stage * X_BYTES + piece * PIECE * 128);
+      if (KIND) hold(part);
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < 4; k++) product(part, w + 2 * k, x + 2 * k, k ? 1 : add);
+      products_commit();
+    };
+    auto advance = [&] {
+      before = stage;
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
+#if KIND == 0
+    for (int step = 0; step < a.steps; step++) {
+      wait(full + 8 * stage, parity);
+      issue(sum[0], 0, step);
+      wait_products<1>();
+      if (before >= 0) release(before);
+      advance();
+    }
+    wait_products<0>();
+    release(before);
+#elif KIND == 1
+    Sum part[PIECE / 2];
+#pragma unroll
+    for (int j = 0; j < PIECE / 2; j++) sum[0][j] = 0;
+    // Every second 64 rows' first addition is two steps early, so that one warpgroup adds while the other one's products run.
+    for (int step = 0, few = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? 2 : 4; step < a.steps; step += few, few = 4) {
+      few = min(few, a.steps - step);
+#pragma unroll 1
+      for (int i = 0; i < few; i++) {
+        wait(full + 8 * stage, parity);
+        issue(part, 0, i);
+        wait_products<1>();
+        if (i) release(before);
+        advance();
+      }
+      wait_products<0>();
+      release(before);
+      hold(part);
+#pragma unroll
+      for (int j = 0; j < PIECE / 2; j++) sum[0][j] += part[j];
+    }
+#else
+    auto promote = [&](Sum(&part)[PIECE / 2], int piece, int at) {
+      const u32 scales = base + S_AT + at * S_BYTES;
+      hold(part);
+      const float2 by = load_shared_pair(scales + (warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 * 2) * 4);
+#pragma unroll
+      for (int i = 0; i < PIECE / 8; i++) {
+        float* four = &sum[piece][4 * i];
+        const float2 x = load_shared_pair(scales + (BM + piece * PIECE + 8 * i + 2 * quad) * 4);
+        four[0] = fmaf(part[4 * i], by.x * x.x, four[0]), four[1] = fmaf(part[4 * i + 1], by.x * x.y, four[1]);
+        four[2] = fmaf(part[4 * i + 2], by.y * x.x, four[2]), four[3] = fmaf(part[4 * i + 3], by.y * x.y, four[3]);
+      }
+    };
+    Sum one[PIECE / 2];
+#pragma unroll
+    for (int i = 0; i < PIECES; i++)
+#pragma unroll
+      for (int j = 0; j < PIECE / 2; j++) sum[i][j] = 0;
+#if BUFFERS == 1
+    for (int step = 0; step < a.steps; step++) {
+      wait(full + 8 * stage, parity);
+#pragma unroll
+      for (int piece = 0; piece < PIECES; piece++) {
+        issue(one, piece, 0);
+        wait_products<0>();
+        promote(one, piece, stage);
+      }
+      release(stage);
+      advance();
+    }
+#else
+    // A step is one piece, added while the next one's products run. First zeros are added, and nothing may be peeled off: the
+    // compiler then loses track and serializes the products (C7514).
+    Sum two[PIECE / 2];
+#pragma unroll
+    for (int j = 0; j < PIECE / 2; j++) two[j] = 0;
+    auto round = [&](Sum(&now)[PIECE / 2], Sum(&other)[PIECE / 2]) {
+      wait(full + 8 * stage, parity);
+      issue(now, 0, 0);
+      wait_products<1>();
+      promote(other, 0, before < 0 ? stage : before);
+      if (before >= 0) release(before);
+      advance();
+    };
+    int step = 0;
+    for (; step + 1 < a.steps; step += 2) round(one, two), round(two, one);
+    if (step < a.steps) {
+      round(one, two);
+      wait_products<0>();
+      promote(one, 0, before);
+    } else {
+      wait_products<0>();
+      promote(two, 0, before);
+    }
+    release(before);
+#endif
+#endif
+    float scale[2] = {1, 1};
+    if (KIND < 2)
+#pragma unroll
+      for (int i = 0; i < 2; i++) scale[i] = __ldg(a.w_scale + min(row + i, a.padded_rows - 1));
+    const int first = p.token_tile * TOKENS + quad * 2;
+    constexpr int GROUPS = TOKENS / 8, BATCH = GROUPS < 8 ? GROUPS : 8;  // groups of eight tokens whose scales come together
+#pragma unroll
+    for (int block = 0; block < GROUPS; block += BATCH) {
+      float by[2 * BATCH];
+#pragma unroll
+      for (int i = 0; i < 2 * BATCH; i++) {
+        const int token = first + (block + i / 2) * 8 + i % 2;
+        by[i] = KIND < 2 && token < a.tokens ? load_float(a.x_scale + token * a.x_stride) : 1;
+      }
+      auto values = [&](int i) {  // of one token, the thread's two rows
+        const int group = block + i / 2;
+        const Sum* four = &sum[group * 8 / PIECE][group * 8 % PIECE / 2];
+        return float2{(float)four[i % 2] * scale[0] * by[i], (float)four[2 + i % 2] * scale[1] * by[i]};
+      };
+#if STAGED
+      const u32 buffer = base + Y_AT + (warpgroup * 2 + block / 8 % 2) * Y_BYTES;
+      if (thread == 0) {  // what was in this buffer has left it
+        if (block)
+          wait_stores_read<1>();
+        else
+          wait_stores_read<0>();
+      }
+      sync_threads(1 + warpgroup, 128);
+#pragma unroll
+      for (int i = 0; i < 2 * min(BATCH, GROUPS - block); i++) {
+        const int token = quad * 2 + i / 2 * 8 + i % 2, piece = thread / 32 * 2 + thread % 32 / 16;
+        const float2 v = values(i);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(buffer + token * 128 + ((piece ^ token % 8) << 4) + thread / 4 % 4 * 4),
+                     "r"(two_halves(v.x, v.y))
+                     : "memory");
+      }
+      fence_for_copies();
+      sync_threads(1 + warpgroup, 128);
+      if (thread == 0) {
+        const int column = (p.row_tile * BM + warpgroup * 64) * 2;
+        for (int i = 0; i < min(BATCH, GROUPS - block) * 8; i += 16)
+          store_box(&y_map, buffer + i * 128, column, p.token_tile * TOKENS + block * 8 + i);
+        commit_stores();
+      }
+#else
+#pragma unroll
+      for (int i = 0; i < 2 * BATCH; i++) {
+        const int token = first + (block + i / 2) * 8 + i % 2;
+        if (block + i / 2 >= GROUPS || row >= a.rows || token >= a.tokens) continue;
+        const float2 v = values(i);
+        const size_t at = (size_t)token * a.rows + row;
+        if (a.rows % 2 == 0) {
+          if (OUT == 2)
+            ((float2*)a.y)[at / 2] = v;
+          else
+            ((u32*)a.y)[at / 2] = two_halves(v.x, v.y);
+        } else {
+          store_one(a.y, at, v.x);
+          if (row + 1 < a.rows) store_one(a.y, at + 1, v.y);
+        }
+      }
+#endif
+    }
+  }
+  if (STAGED && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (CLUSTER > 1) cluster_meet();
+}
+#else
+// Activations to FP8 E4M3: code = x / scale in float32, clamped to the finite range, to nearest even; one block a token.
+// QUANTIZE: 1 a scale per token, 2 per token and 128 channels, 3 the one given. OUT: of the inputs. Scales: max(absmax, 1e-10)
+// / 448, [tokens] or [K / 128, stride].
+constexpr int THREADS = 256;
+
+__device__ __forceinline__ void load_eight(float (&v)[8], const void* x, size_t at) {
+  if (OUT == 2) {
+    const float4 a = ((const float4*)x)[at / 4], b = ((const float4*)x)[at / 4 + 1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  } else {
+    const uint4 a = ((const uint4*)x)[at / 8];
+    const u32 words[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (OUT == 0)
+        v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+      else
+        asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+            : "=f"(v[2 * i]), "=f"(v[2 * i + 1]) : "r"(words[i]));
+    }
+  }
+}
+
+struct Arguments {
+  const void* x;
+  unsigned char* codes;
+  float* scale;
+  int k, stride;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(const __grid_constant__ Arguments a) {
+  __shared__ float most[THREADS / 32];
+  launch_next();
+  wait_kernel_before();
+  const size_t row = (size_t)blockIdx.x * a.k;
+  float v[8], scale = 0;
+  if (QUANTIZE == 1) {
+    float absmax = 1e-10f;
+    for (int k = threadIdx.x * 8; k < a.k; k += THREADS * 8) {
+      load_eight(v, a.x, row + k);
+#pragma unroll
+      for (int i = 0; i < 8; i++) absmax = fmaxf(absmax, fabsf(v[i]));
+    }
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(~0u, absmax, lane));
+    if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = absmax;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) absmax = fmaxf(absmax, most[i]);
+    scale = __fdiv_rn(absmax, 448.0f);
+    if (threadIdx.x == 0) a.scale[blockIdx.x] = scale;
+  }
+  if (QUANTIZE == 3) scale = a.scale[0];
+  for (int k0 = 0; k0 < a.k; k0 += THREADS * 8) {
+    const int k = k0 + threadIdx.x * 8;
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = 0;
+    if (k < a.k) load_eight(v, a.x, row + k);
+    if (QUANTIZE == 2) {
+      float absmax = 1e-10f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) absmax = fmaxf(absmax, fabsf(v[i]));
+#pragma unroll
+      for (int lane = 8; lane; lane /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(~0u, absmax, lane));
+      scale = __fdiv_rn(absmax, 448.0f);
+      if (threadIdx.x % 16 == 0 && k < a.k) a.scale[(size_t)(k / 128) * a.stride + blockIdx.x] = scale;
+    }
+    if (k >= a.k) continue;
+    u32 both[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      unsigned short two;
+      const float low = __fdiv_rn(v[2 * i], scale), high = __fdiv_rn(v[2 * i + 1], scale);
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+      both[i] = two;
+    }
+    *(uint2*)(a.codes + row + k) = {both[0] | both[1] << 16, both[2] | both[3] << 16};
+  }
+}
+#endif

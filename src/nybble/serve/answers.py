@@ -1,0 +1,127 @@
+"""Pieces of text in OpenAI's shapes: chat and text completions, whole or in chunks, their logprobs and token counts.
+
+It knows neither HTTP nor the engine. Source: the OpenAI API reference (chat/completions, completions).
+"""
+
+from __future__ import annotations
+
+import time
+from uuid import uuid4
+
+from nybble.engine.messages import SamplingParams, TokenLogprob
+from nybble.serve.protocol import ChatRequest, CompletionRequest
+from nybble.serve.stream import Piece
+from nybble.text import Tokenizer
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+class Answer:
+    """What the shapes of chat and of text completions share. Each has `opening(index)`, the choices to send before the first
+    piece of a completion, `chunks(piece)`, those of a piece (an event each), and `choice(...)`, one of a whole answer."""
+
+    streamed_as: str
+    whole_as: str
+    prefix: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: ChatRequest | CompletionRequest) -> None:
+        self.tokenizer, self.params, self.stream = tokenizer, params, bool(body.stream)
+        self.usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
+        self.head = {"id": self.prefix + uuid4().hex, "created": int(time.time()), "model": model}
+
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special=False)
+
+
+class ChatAnswer(Answer):
+    streamed_as, whole_as, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
+
+    def opening(self, index: int) -> list[dict]:
+        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
+
+    def chunks(self, piece: Piece) -> list[dict]:
+        out = []
+        if piece.text or piece.logprobs:
+            out.append(self._chunk(piece.index, {"content": piece.text}, self._logprobs(piece.logprobs)))
+        if piece.finish_reason:
+            out.append(self._chunk(piece.index, {}, None, piece.finish_reason))
+        return out
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
+        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+
+    @staticmethod
+    def _chunk(index: int, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> dict:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> dict | None:
+        if self.params.logprobs is None:
+            return None
+        return {"content": [{**self._token(one.token_id, one.logprob), "top_logprobs": [
+            self._token(*pair) for pair in one.top[: self.params.logprobs]]} for one in tokens], "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict:
+        return {"token": self.token_text(token_id), "logprob": max(logprob, LEAST),
+                "bytes": list(self.tokenizer.token_bytes(token_id))}
+
+
+class CompletionAnswer(Answer):
+    streamed_as, whole_as, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: CompletionRequest,
+                 echo: list[str] | None) -> None:
+        super().__init__(model, tokenizer, params, body)
+        self._echo, self._offsets = echo, {}
+
+    def opening(self, index: int) -> list[dict]:
+        return [self._choice(index, self._echo[index // self.params.n], None, None)] if self._echo else []
+
+    def chunks(self, piece: Piece) -> list[dict]:
+        if not (piece.text or piece.logprobs or piece.finish_reason):
+            return []
+        return [self._choice(piece.index, piece.text, self._logprobs(piece.index, piece.logprobs), piece.finish_reason)]
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
+        echo = self._echo[index // self.params.n] if self._echo else ""
+        return self._choice(index, echo + text, self._logprobs(index, logprobs), reason)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, tokens: list[TokenLogprob]) -> dict | None:
+        if self.params.logprobs is None:
+            return None
+        out: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in tokens:
+            text, offset = self._name(one.token_id), self._offsets.get(index, 0)
+            self._offsets[index] = offset + len(self.token_text(one.token_id))
+            pairs = [(one.token_id, one.logprob), *one.top[: self.params.logprobs]]
+            out["tokens"].append(text)
+            out["token_logprobs"].append(max(one.logprob, LEAST))
+            out["top_logprobs"].append({self._name(i): max(p, LEAST) for i, p in pairs})
+            out["text_offset"].append(offset)
+        return out
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; where that is not text of its own, its bytes, as OpenAI writes them, so that keys differ."""
+        text = self.token_text(token_id)
+        return text if "�" not in text else "bytes:" + "".join(f"\\x{b:02x}" for b in self.tokenizer.token_bytes(token_id))
+
+
+class Usage:
+    """Token counts of one answer: each prompt once, every generated token of every completion."""
+
+    def __init__(self, prompts: list[list[int]], n: int) -> None:
+        self._prompt, self._n, self._generated, self._cached = sum(map(len, prompts)), n, 0, [0] * len(prompts)
+
+    def add(self, piece: Piece) -> None:
+        self._generated += piece.num_tokens
+        if piece.index % self._n == 0:  # the first completion says what the prompt found in the cache
+            prompt = piece.index // self._n
+            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+
+    def as_dict(self) -> dict:
+        return {"prompt_tokens": self._prompt, "completion_tokens": self._generated,
+                "total_tokens": self._prompt + self._generated, "prompt_tokens_details": {"cached_tokens": sum(self._cached)}}

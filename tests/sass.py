@@ -1,0 +1,80 @@
+"""Reading the machine code of a CUDA kernel: its loop of products, spills, operands overwritten while in flight."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nybble.kernels import nvrtc
+
+SPILL = re.compile(r"(@\S+ )?(STL|LDL)\b")
+
+
+@functools.cache
+def have_nvrtc() -> bool:
+    try:
+        return bool(nvrtc.compiler())
+    except OSError:
+        return False
+
+
+def assemble(source: str, defines: dict[str, int], folder: Path) -> list[str]:
+    """SASS, one instruction a line, labels kept. By NVRTC where torch brought it, else by nvcc without any header."""
+    triton = pytest.importorskip("triton", reason="nvdisasm comes with Triton")
+    cubin = folder / "kernel.cubin"
+    if have_nvrtc():
+        cubin.write_bytes(nvrtc.machine_code(source, defines))
+    elif shutil.which("nvcc"):
+        (folder / "kernel.cu").write_text(source)
+        options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Werror=all-warnings", *(f"-D{k}={v}" for k, v in defines.items())]
+        subprocess.run(["nvcc", *options, "-o", cubin, folder / "kernel.cu"], check=True)
+    else:
+        pytest.skip("neither libnvrtc nor nvcc here")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"/\*.*?\*/", "", line).strip() for line in text.splitlines()]
+
+
+def written_registers(line: str) -> range:
+    """The general registers that an instruction writes, by its first operand and width."""
+    line = re.sub(r"^@!?U?P\d+ ", "", line)
+    found = re.match(r"([A-Z0-9_.]+) (?:P\d+, )?R(\d+)", line)
+    others = ("ST", "RED", "BAR", "SYNCS", "IGMMA", "HGMMA", "QGMMA", "WARPGROUP", "UTMA", "BRA", "ISETP", "R2UR")
+    if not found or found[1].startswith(others):
+        return range(0)
+    width = 4 if ".128" in found[1] else 2 if ".64" in found[1] or ".WIDE" in found[1] else 1
+    return range(int(found[2]), int(found[2]) + width)
+
+
+def loop_of_products(lines: list[str]) -> list[str]:
+    """The innermost loop with products in it, from the label its last branch goes back to."""
+    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
+    best: list[str] = []
+    for at, line in enumerate(lines):
+        target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        if target and labels.get(target[1], at) < at:
+            body = lines[labels[target[1]] : at]
+            if any("MMA." in inside for inside in body) and (not best or len(body) < len(best)):
+                best = body
+    return best
+
+
+def overwritten_in_flight(body: list[str]) -> list[str]:
+    """Instructions that write an operand of a product that may still run, over two rounds of the loop."""
+    flights: list[set[int]] = [set()]  # operand registers per group; the last is not yet committed
+    bad = []
+    for line in body * 2:
+        if found := re.search(r"[IHQ]GMMA\S* R\d+, R(\d+), gdesc", line):
+            flights[-1] |= set(range(int(found[1]), int(found[1]) + 4))
+            if "gsb0" in line:
+                flights.append(set())
+        elif found := re.search(r"DEPBAR.*gsb0, 0x(\d+)", line):
+            flights = flights[max(0, len(flights) - 1 - int(found[1])) :]
+        else:
+            bad += [line for register in written_registers(line) if any(register in flight for flight in flights)]
+    return bad
