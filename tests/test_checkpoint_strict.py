@@ -35,7 +35,7 @@ def entry(start: int, stop: int, shape=(2,), dtype="F32") -> dict:
 
 
 @pytest.mark.parametrize(("entries", "size"), [
-    ([("a", entry(0, 8)), ("a", entry(8, 16))], 16),  # named twice
+    ([("a", entry(0, 8)), ("a", entry(8, 16))], 16), ([("a", entry(0, 8)), ("a", entry(0, 8, dtype="I32"))], 8),  # named twice
     ([("a", entry(0, 8)), ("b", entry(4, 12))], 12), ([("a", entry(0, 8)), ("b", entry(12, 20))], 20),  # overlap, hole
     ([("a", entry(0, 8, (3,)))], 8), ([("a", entry(0, 8, (-2,)))], 8), ([("a", entry(8, 0))], 8),
     ([("a", entry(0, 8))], 9), ([("a", entry(0, 8))], 7), ([("a", {"dtype": "F32", "shape": [2]})], 8), ([("a", [])], 0),
@@ -376,3 +376,33 @@ def test_loading_takes_what_stays_and_little_more(tmp_path, kind):
     print(f"{kind}: resident {(after - before) / 1e6:.1f} MB, peak {(peak - before) / 1e6:.1f}, shard {largest / 1e6:.1f}")
     assert after - before > 50e6
     assert peak - after <= 1.15 * largest
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"weight_shape": torch.tensor([], dtype=torch.int64)}, "are not what compressed-tensors writes"),
+    ({"weight_shape": torch.tensor(8)}, "are not what compressed-tensors writes"),
+    ({"weight_zero_point": torch.zeros(1, 1, dtype=torch.int32)}, r"cannot be made of .*weight_zero_point \[1, 1\]"),
+    ({"weight_zero_point": torch.zeros(0, dtype=torch.int32)}, "cannot be made of"),
+    ({"weight_packed": torch.zeros(8, 8, dtype=torch.int64)}, "int64 .* is no matrix of int32 words"),
+    ({"weight_packed": torch.zeros(64, dtype=torch.int32)}, r"weight_packed \[64\] is no matrix"),
+    ({"weight_g_idx": torch.full((64,), 2, dtype=torch.int32)}, "groups of input channels beyond 2"),
+    ({"weight_g_idx": torch.zeros(63, dtype=torch.int32)}, "cannot be made of"),
+])
+def test_tensors_that_do_not_fit_together_are_named(tmp_path, change, says):
+    parts = {"weight_packed": torch.zeros(8, 8, dtype=torch.int32), "weight_scale": torch.ones(8, 2),
+             "weight_shape": torch.tensor([8, 64]), "weight_zero_point": torch.zeros(1, 2, dtype=torch.int32)} | change
+    directory(tmp_path / "x", {f"{M}.{last}": tensor for last, tensor in parts.items()}, {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4 | {"symmetric": False}}}})
+    with pytest.raises(ValueError, match=says):
+        open_checkpoint(tmp_path / "x").get(f"{M}.weight")
+
+
+@pytest.mark.parametrize("scale", [[], [0.0], [-1.0], [float("nan")], [float("inf")]])
+def test_static_activation_scales_are_scales(tmp_path, scale):
+    tensors = {f"{M}.weight": fp8(), f"{M}.weight_scale": torch.ones(192), f"{M}.input_scale": torch.tensor(scale)}
+    directory(tmp_path / "x", tensors, {"quant_method": "fp8", "activation_scheme": "static"})
+    with pytest.raises(ValueError, match="input_scale is .*no scale of activations"):
+        open_checkpoint(tmp_path / "x").act_scale(f"{M}.weight")
+    directory(tmp_path / "y", tensors, {"quant_method": "fbgemm_fp8"})
+    assert open_checkpoint(tmp_path / "y").unread() == [f"{M}.weight", f"{M}.input_scale"]  # fbgemm has none: not passed over

@@ -138,6 +138,19 @@ def test_a_row_s_programs_on_hopper_cover_it_and_no_more(width: int) -> None:
         assert (vectors - 1) * threads * cluster * 8 < width <= vectors * threads * cluster * 8
 
 
+@outside
+def test_the_norm_of_a_model_is_hoppers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nybble.kernels import ops_hopper as ops
+    from nybble.models import load
+
+    asked: list[tuple] = []
+    monkeypatch.setattr(ops, "_run", lambda *arguments: asked.append(arguments))
+    x = randn(2, 64).to(torch.bfloat16)
+    weight = load._read_vector({"norm": torch.ones(64, dtype=torch.bfloat16)}, "norm", 64, x.device)
+    ops.rms_norm(x, weight, 1e-5, x, True)
+    assert len(asked) == 1
+
+
 # ---- RoPE and the cache write -------------------------------------------------------------------------------------
 
 

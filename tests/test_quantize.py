@@ -491,7 +491,7 @@ def test_quantized_checkpoint_runs_close_to_the_model(checkpoint: Path, tmp_path
         assert "one scale per channel" in str(report)
     recorded = written.config["nybble"]["recipe"]
     assert from_dict(recorded).scheme == recipe.scheme
-    own = "rotate+smooth" if recipe.scheme == "w8a8" else "none"
+    own = "none" if recipe.scheme != "w8a8" else "rotate" if recipe.online_hadamard else "rotate+smooth"
     assert recorded["transform"] == recipe.transform.replace("auto", own)
 
 
@@ -520,6 +520,7 @@ def test_an_online_hadamard_is_honoured_or_refused(checkpoint: Path, tmp_path: P
         source, tmp_path / out, Recipe(method="rtn", group=32, online_hadamard=True, transform="none"), device="cpu")
     quantize(checkpoint, "out")
     assert open_checkpoint(tmp_path / "out").hadamard == 32
+    assert "Hadamard" in open_checkpoint(tmp_path / "out").precision[1]
     with pytest.raises(ValueError, match=r"llama\+hadamard"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match="quantize the model it was made from"):
@@ -532,11 +533,14 @@ def test_an_online_hadamard_is_honoured_or_refused(checkpoint: Path, tmp_path: P
     logits = [forward_window(load_model(open_checkpoint(tmp_path / name), "cpu"), ids) for name in ("out", "same")]
     assert torch.equal(*logits)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    spoiled = {"transform_config": None, "size": 64, "type": "random-hadamard", "targets": ["re:.*o_proj$"]}
+    spoiled = {"quantization_config": None, "transform_config": None, "size": 64, "type": "random-hadamard",
+               "targets": ["re:.*o_proj$"]}
     for key, value in spoiled.items():
         block = json.loads(json.dumps(config))
         group = block["quantization_config"]["transform_config"]["config_groups"]["R4"]
-        if key == "transform_config":
+        if key == "quantization_config":
+            del block[key]
+        elif key == "transform_config":
             del block["quantization_config"][key]
         elif key == "targets":
             group["apply"][0][key] = value
@@ -545,6 +549,21 @@ def test_an_online_hadamard_is_honoured_or_refused(checkpoint: Path, tmp_path: P
         (tmp_path / "out" / "config.json").write_text(json.dumps(block))
         with pytest.raises(ValueError, match="transform"):
             open_checkpoint(tmp_path / "out")
+
+
+def test_a_head_in_8_bits_is_what_transformers_reads(checkpoint: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    recipe = Recipe(method="rtn", group=32, transform="rotate", head="w8a8")
+    quantize_checkpoint(checkpoint, tmp_path / "out", recipe, device="cpu")
+    assert open_checkpoint(tmp_path / "out").get("lm_head.weight").spec == SCHEMES["w8a8"].weight
+    ids = torch.arange(40)[None] % 10
+    ours = forward_window(load_model(open_checkpoint(tmp_path / "out"), "cpu"), ids)[0]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(ids).logits[0]
+    assert (ours - theirs).square().mean() < 1e-3 * theirs.square().mean()
+    with pytest.raises(ValueError, match="head is its embedding"):  # as it is without rotation
+        quantize_checkpoint(checkpoint, tmp_path / "no", replace(recipe, transform="none"), device="cpu")
 
 
 def test_static_fp8_is_what_transformers_reads(checkpoint: Path, tmp_path: Path):

@@ -2,13 +2,16 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nybble.engine.kvcache import allocate
 from nybble.formats.spec import SCHEMES
-from nybble.kernels import cpu, selftest
+from nybble.kernels import cpu, reference, selftest
 from nybble.kernels.registry import LinearKernel, LinearShape
+from nybble.kernels.types import LayerKV, Step
 
 KERNELS = cpu.kernels()
 
@@ -42,3 +45,33 @@ def test_not_a_number_and_exceptions_are_failures() -> None:
         raise RuntimeError("no kernel image is available")
 
     assert "no kernel image" in (selftest.failure(replace(kernel, run=broken), asked("w4a8")) or "")
+
+
+def test_row_kernels_are_tried_too(caplog: pytest.LogCaptureFixture) -> None:
+    cpu_device = torch.device("cpu")
+    assert selftest.rows_failure(reference.OPS, cpu_device) is None
+
+    def next_row(*arguments: object) -> object:
+        rows = reference.silu_mul(*arguments)
+        return rows._replace(scale=rows.scale.roll(1))
+
+    with caplog.at_level(logging.WARNING):
+        wrong = replace(reference.OPS, name="wrong", silu_mul=next_row)
+        assert "SiLU of 33 rows is off" in (selftest.rows_failure(wrong, cpu_device) or "")
+    assert "'wrong'" in caplog.text
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "fp8"])
+def test_attention_that_is_off_is_refused(name: str, window: int) -> None:
+    shape = SimpleNamespace(num_layers=1, num_kv_heads=2, head_dim=64)
+    (kv,) = allocate(shape, name, 1, 16, torch.device("cpu"))
+    selftest.check_attention(reference.OPS, kv, 4, window, torch.float32)
+    assert not kv.k.view(torch.uint8).any()
+
+    def one_token_short(q: torch.Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> torch.Tensor:
+        shorter = torch.where(step.context_len == 70, 69, step.context_len)
+        return reference.attention(q, kv, replace(step, context_len=shorter), scale, window)
+
+    with pytest.raises(RuntimeError, match=f"over a {name} cache on cpu is off by"):
+        selftest.check_attention(replace(reference.OPS, attention=one_token_short), kv, 4, window, torch.float32)

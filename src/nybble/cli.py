@@ -83,6 +83,7 @@ def quantize(
     online_hadamard: Annotated[bool | None, about(
         """Turn the inputs of down projections at run time too, where outliers are largest. Only Nybble runs the
         result.""")] = None,
+    head: Annotated[Literal["16bit", "w8a8"] | None, about("Precision of the logits' weights.")] = None,
     seed: Annotated[int | None, about("Of everything random (rotation signs, the choice of calibration windows).")] = None,
     device: Device = "auto",
 ) -> None:
@@ -96,7 +97,7 @@ def quantize(
     chosen = chosen.with_options(scheme=scheme, group=channels, method=method,
                                  transform=transform, samples=samples, sequence_length=sequence_length, seed=seed, bits=bits,
                                  true_activations=true_activations, group_scales=group_scales,
-                                 static_activations=static_activations, online_hadamard=online_hadamard)
+                                 static_activations=static_activations, online_hadamard=online_hadamard, head=head)
     if group not in (None, "channel") and not chosen.spec.group:
         raise ValueError(f"group = {group}: {chosen.scheme} has one scale per channel; leave --group out")
     if (format == "tgi" or kv_per == "head") and kv != "fp8":

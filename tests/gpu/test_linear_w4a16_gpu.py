@@ -22,8 +22,13 @@ CUDA = torch.device("cuda")
 SPECS = [Spec(INT4, (1, g)) for g in (None, 32, 64, 128)] + [Spec(UINT4, (1, g), zero=True) for g in (32, 128)]
 SHAPES = [(256, 512), (960, 576), (200, 1152), (1003, 384), (5120, 5120), (8320, 2944), (16384, 768)]
 TOKENS = (1, 3, 16, 17, 33, 65, 100, 130, 257, 400, 1030)
-FEW = {w4a16.few_tokens(m, n, shares, 132) for m in (1, 40, 64, 80, 128) for n, shares in ((5120, 2), (27648, 1))}
-TILES = sorted({tile._replace(split=split) for tile in FEW | set(w4a16.MANY) for split in (False, True)})
+PLANNED = [
+    launch.tile
+    for tokens in (1, 16, 32, 64, 80, 128, 160, 192, 256, 384, 512, 1024, 4096)
+    for n, shares in ((5120, 2), (15360, 1), (27648, 1))
+    for launch in w4a16.plan(tokens, n, 5120, shares, 132)
+]
+TILES = sorted({tile._replace(split=split) for tile in PLANNED for split in (False, True)})
 
 
 def case(spec: Spec, n: int, k: int, dtype: torch.dtype) -> tuple[QTensor, LinearShape]:

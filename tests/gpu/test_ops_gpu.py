@@ -210,9 +210,10 @@ def test_rms_norm_and_row_independence(ops: Ops, width: int, dtype: torch.dtype)
     for other in (residual, None):
         wide = (x if other is None else (x.float() + other.float()).to(dtype)).double()
         exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        rows, h = ops.rms_norm(x, weight, 1e-5, other, True)
-        assert torch.equal(h.double(), wide)
-        is_rounded(rows, exact)
+        for given in (weight.float(), weight):  # models have float32 ones
+            rows, h = ops.rms_norm(x, given, 1e-5, other, True)
+            assert torch.equal(h.double(), wide)
+            is_rounded(rows, exact)
         y, _ = ops.rms_norm(x, weight, 1e-5, other, False)
         torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
         same_row(ops.rms_norm(x[7:8], weight, 1e-5, None if other is None else other[7:8], True)[0], rows, 7)

@@ -84,7 +84,8 @@ def read_sizes(path: Path, columns: str | None = None, shortest: int = 1, longes
     else:
         found = [*columns.split(","), None][:3]
     if None in found[:2] or any(name is not None and name not in names for name in found):
-        raise ValueError(f"{path} has the columns {', '.join(names)}: name those of input and output tokens with --columns")
+        raise ValueError(f"{path} has the columns {', '.join(map(str, names))}: name those of input and output tokens with "
+                         "--columns")
     source, answer, when = found
     sizes, left_out, start = [], 0, None
     for number, row in enumerate(rows, 2):

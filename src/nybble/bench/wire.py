@@ -228,7 +228,9 @@ class Target:
             raise ValueError(f"no server answers at {self.url}: {error or 'timeout'}") from None
         if answer.status != 200:
             raise ValueError(f"{self.url}/v1/models: HTTP {answer.status}: {_message(answer.body)}")
-        return msgspec.json.decode(answer.body)["data"][0]
+        with suppress(ValueError, LookupError, TypeError):
+            return dict(msgspec.json.decode(answer.body)["data"][0])
+        raise ValueError(f"{self.url}/v1/models names no model: {_message(answer.body)}")
 
     async def decode_counters(self) -> tuple[float, float, float]:
         """(steps, wall seconds, busy seconds) of decoding so far, as our own server counts them; zeros of any other server."""

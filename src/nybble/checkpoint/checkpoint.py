@@ -6,6 +6,7 @@ what nobody asked for is known at the end: `unread`.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -42,6 +43,8 @@ READERS: dict[str, Callable[[Store, dict[str, Any]], Reading]] = {
 SIDE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 # Buffers that some checkpoints carry and every implementation computes.
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+# What arithmetic raises for values of a kind or tensors of a shape that a format never has.
+DOES_NOT_FIT = (TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
 
 
 class Checkpoint:
@@ -95,7 +98,8 @@ class Checkpoint:
         """What weights and activations of the linears are in, in words: ("int4[1x128]", "int8[1x*]"), ("16bit", "16bit")."""
         kinds = {(describe(s.scheme.weight), describe(s.scheme.act)) for s in self._reading.linears.values()}
         weights, acts = zip(*sorted(kinds)) if kinds else (("16bit",), ("16bit",))
-        return ", ".join(dict.fromkeys(weights)), ", ".join(dict.fromkeys(acts))
+        turned = f" (down_proj's turned {self.hadamard} at a time by a Hadamard matrix)" if self.hadamard else ""
+        return ", ".join(dict.fromkeys(weights)), ", ".join(dict.fromkeys(acts)) + turned
 
     @property
     def config_dtype(self) -> str:
@@ -126,7 +130,7 @@ class Checkpoint:
         """A quantized linear's weight as a canonical `QTensor`, all else as stored. Raises KeyError naming what is missing,
         ValueError for bytes that are not what the config says."""
         source = self._source(name)
-        value = source.read() if source else self._store.tensor(name)
+        value = self._decoded(source, name) if source else self._store.tensor(name)
         if source and value.spec == SCHEMES["w4a8_g128"].weight and source.scheme.act == PER_TOKEN_INT8 and value.order is None:
             value = on_integer_grid(value)
         self._unread.pop(name, None)
@@ -142,7 +146,10 @@ class Checkpoint:
         source = self._source(name)
         if source is None or source.input_scale is None:
             return None
-        return float(self._store.tensor(source.input_scale).float().max())
+        values = self._store.tensor(source.input_scale).float().flatten().tolist()
+        if not values or not all(math.isfinite(value) and value > 0 for value in values):
+            raise ValueError(f"{source.input_scale} is {values[:8]}: no scale of activations")
+        return max(values)
 
     def kv_scales(self, layer: int) -> tuple[Scale, Scale] | None:
         """(K, V) multipliers of a layer's fp8 cache, each a float or float32 [kv_heads]; None when the checkpoint has none.
@@ -186,6 +193,19 @@ class Checkpoint:
         """Tensors that are rightly not loaded as parameters, with the reason."""
         return dict(self._ignored)
 
+    def _decoded(self, source: LinearSource, name: str) -> QTensor:
+        try:
+            value = source.read()
+            if value.zero is not None and value.zero.shape != value.scale.shape:
+                raise IndexError(f"{list(value.zero.shape)} zero points, {list(value.scale.shape)} scales")
+            if (order := value.order) is not None and (order.shape != source.shape[1:] or int(order.min()) < 0
+                                                       or int(order.max()) >= value.scale.shape[1]):
+                raise IndexError(f"groups of input channels beyond {value.scale.shape[1]}")
+        except DOES_NOT_FIT as error:
+            stored = ", ".join(f"{part} {list(self._store.shape(part))}" for part in source.tensors)
+            raise ValueError(f"{self.path}: {name} cannot be made of {stored}: {error}") from error
+        return value
+
     def _source(self, name: str) -> LinearSource | None:
         if name in self._module_of:
             return self._reading.linears[self._module_of[name]]
@@ -222,18 +242,26 @@ def _open(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     quantization = find_quantization(path, config)
     if not quantization:
-        return Checkpoint(path, config, open_safetensors(path), Reading())
+        return Checkpoint(path, config, open_safetensors(path), _honoured(config, Reading()))
     method = str(quantization.get("quant_method") or quantization.get("method") or "").lower()
     method = {"sparseml": "compressed-tensors"}.get(method, method)
     if method not in READERS:
         raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16 bits are")
     store = open_safetensors(path)
-    reading = READERS[method](store, quantization)
-    if str(config.get("model_type")).endswith(TURNED) and not reading.hadamard:
-        raise ValueError(f"{path}: {config['model_type']} wants a transform_config that says how down_proj's inputs are turned")
+    try:
+        reading = _honoured(config, READERS[method](store, quantization))
+    except DOES_NOT_FIT as error:
+        raise ValueError(f"{path}: its config and tensors are not what {method} writes: {error}") from error
     if not reading.linears and not (method == "compressed-tensors" and quantization.get("kv_cache_scheme")):
         raise ValueError(f"{path} says it is quantized with {method} but holds no linear in that format")
     return Checkpoint(path, config, store, reading)
+
+
+def _honoured(config: dict[str, Any], reading: Reading) -> Reading:
+    if str(config.get("model_type")).endswith(TURNED) and not reading.hadamard:
+        raise ValueError(f"model_type {config['model_type']} wants a transform_config of compressed-tensors that says how "
+                         "down_proj's inputs are turned: copy config.json from where the checkpoint was made")
+    return reading
 
 
 def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -93,7 +93,7 @@ def transform_config(size: int) -> dict[str, Any]:
 
 def hadamard_of(config: dict[str, Any]) -> int:
     """The size in a `transform_config` that is R4 alone and just as above, else 0."""
-    group = (config.get("config_groups") or {}).get("R4")
+    group = (held(config, "config_groups", dict, where="config.json: transform_config") or {}).get("R4")
     size = group.get("head_dim") if isinstance(group, dict) else None
     power = isinstance(size, int) and size > 1 and size & (size - 1) == 0
     return size if power and config == transform_config(size) else 0
@@ -211,12 +211,12 @@ def _linear(store: Store, module: str, args: dict[str, Any], act: Spec | None, f
         return float_weight(store, module, "weight_scale", act, block)
     packed, middle = part.has("weight_packed"), 1 << (bits - 1)
     if packed:
-        (n, words), declared = part.shape("weight_packed"), part.tensor("weight_shape").tolist()
+        (n, words), declared = part.sides("weight_packed"), part.tensor("weight_shape").tolist()
         k = declared[-1]
         if declared != [n, k] or words not in (-(-bits * k // 32), -(-k // (32 // bits))):
             raise ValueError(f"{module}.weight_shape says {declared}, but weight_packed holds {n} rows of {words} words")
     elif part.dtype("weight") == torch.int8:
-        n, k = part.shape("weight")
+        n, k = part.sides("weight")
     else:
         raise ValueError(f"{module}.weight is {part.dtype('weight')}, not int8 as format {form!r} says")
     if args["strategy"] == "block":
@@ -358,7 +358,8 @@ def config_groups(linears: dict[str, tuple[str, dict[str, Any], dict[str, Any] |
     groups = {}
     for i, (key, modules) in enumerate(sorted(kinds.items(), key=lambda item: -len(item[1]))):
         others = {last(m) for other, ms in kinds.items() if other != key for m in ms} | {last(m) for m in plain}
-        clear = [name for name in dict.fromkeys(map(last, modules)) if name not in others]
+        inner = [module for module in modules if "." in module]  # lm_head has no path to leave out
+        clear = [name for name in dict.fromkeys(map(last, inner)) if name not in others]
         targets = [rf"re:.*\.{re.escape(name)}$" for name in clear] + [m for m in modules if last(m) not in clear]
         form, weights, act = bodies[key]
         groups[f"group_{i}"] = {"targets": ["Linear"] if len(kinds) == 1 else targets, "weights": weights,

@@ -43,7 +43,7 @@ def read_qqq(store: Store, quantization: dict[str, Any]) -> Reading:
     for module in modules_with(store, "B"):
         _refuse_rules(quantization, module)
         part = Part(store, module)
-        (rows, words), channels = part.shape("B"), part.shape("s_channel")
+        (rows, words), channels = part.sides("B"), part.shape("s_channel")
         n, k = words // 2, rows * 16
         groups = part.shape("s_group") if part.has("s_group") else (0,)
         per_channel = 0 in groups
@@ -111,7 +111,7 @@ def read_awq(store: Store, quantization: dict[str, Any]) -> Reading:
         part = Part(store, module)
         if _excluded(module, skipped):
             raise ValueError(f"{module} is quantized but modules_to_not_convert {skipped} says it is not")
-        (rows, columns), stored = part.shape("qweight"), part.shape("scales")
+        (rows, columns), stored = part.sides("qweight"), part.shape("scales")
         n, k = {"gemm": (columns * 8, rows), "gemv": (rows, columns * 8), "gemv_fast": (rows * 4, columns)}[version]
         if part.dtype("qweight") != (torch.int16 if version == "gemv_fast" else torch.int32):
             raise ValueError(f"{module}.qweight is {part.dtype('qweight')}, which AWQ version {version!r} is not")
@@ -184,7 +184,7 @@ def read_gptq(store: Store, quantization: dict[str, Any]) -> Reading:
             raise ValueError(f"{module}: GPTQ with {bits} bits is not supported (2, 3, 4 and 8 are)")
         if part.dtype("qweight") != torch.int32:
             raise ValueError(f"{module}.qweight is {part.dtype('qweight')}; GPTQ packs into int32 words")
-        rows, n = part.shape("qweight")
+        rows, n = part.sides("qweight")
         k = rows * 32 // bits
         size, groups = _groups(group, k)
         if part.shape("scales") != (groups, n):
@@ -301,7 +301,7 @@ def read_fbgemm_fp8(store: Store, quantization: dict[str, Any]) -> Reading:
             raise ValueError(f"{name} is {store.tensor(name).tolist()}: clipping activations there is not supported")
         spare[name] = "its bound of 1200 or more is beyond what activations reach"
     _warn_unknown("fbgemm_fp8", quantization, "activation_scale_ub modules_to_not_convert")
-    return Reading(_fp8_linears(store, quantization, PER_TOKEN_FP8), ignored=spare)
+    return Reading(_fp8_linears(store, quantization, PER_TOKEN_FP8, spare=False), ignored=spare)
 
 
 def read_modelopt(store: Store, quantization: dict[str, Any]) -> Reading:
@@ -365,10 +365,10 @@ def _kv(named: Any, fp8: str) -> tuple[str | None, str | None]:
 
 
 def _fp8_linears(store: Store, quantization: dict[str, Any], act: Spec | None, last: str = "weight_scale",
-                 block: tuple[int, int] | None = None, divide: bool = False) -> dict[str, LinearSource]:
+                 block: tuple[int, int] | None = None, divide: bool = False, spare: bool = True) -> dict[str, LinearSource]:
     """Of every module that has a scale named `last`. Warns of linears without one that the config does not exclude."""
     scaled = modules_with(store, last)
-    linears = {module: float_weight(store, module, last, act, block, divide, spare=True) for module in scaled}
+    linears = {module: float_weight(store, module, last, act, block, divide, spare) for module in scaled}
     skipped = [pattern for key in ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules", "exclude")
                for pattern in patterns(quantization, key)]
     plain = []

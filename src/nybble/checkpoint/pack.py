@@ -27,7 +27,10 @@ def pack_rows(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_rows(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 words [N, W] -> uint8 [N, count]. Raises ValueError when the words are too few or too many for `count`."""
+    """int32 words [N, W] -> uint8 [N, count]. Raises ValueError when the words are too few or too many for `count`, TypeError
+    for another dtype."""
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise TypeError(f"{words.dtype} {list(words.shape)} is no matrix of int32 words")
     n, width = words.shape
     if width != -(-bits * count // 32):
         per_word = 32 // bits
@@ -35,7 +38,7 @@ def unpack_rows(words: Tensor, bits: int, count: int) -> Tensor:
             fields = (words[..., None] >> torch.arange(0, per_word * bits, bits, dtype=torch.int32)) & ((1 << bits) - 1)
             return fields.view(n, -1)[:, :count].to(torch.uint8)
         raise ValueError(f"{width} words per row cannot be {count} values of {bits} bits")
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.reshape(-1).view(torch.uint8).view(n, -1)
     if 32 % bits == 0:
         fields = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
         return torch.stack(fields, -1).view(n, -1)[:, :count].contiguous()

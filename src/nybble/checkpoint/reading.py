@@ -55,6 +55,12 @@ class Part(NamedTuple):
     def shape(self, last: str) -> tuple[int, ...]:
         return self.store.shape(f"{self.module}.{last}")
 
+    def sides(self, last: str) -> tuple[int, int]:
+        """Of a matrix. Raises TypeError for another tensor."""
+        if len(shape := self.shape(last)) != 2:
+            raise TypeError(f"{self.module}.{last} {list(shape)} is no matrix")
+        return shape
+
     def dtype(self, last: str) -> torch.dtype | None:
         return self.store.dtype(f"{self.module}.{last}")
 

@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,13 +94,11 @@ def open_safetensors(path: Path) -> Store:
 def read_header(file: Path) -> dict[str, Place]:
     """The tensors of one safetensors file. Raises BrokenFile for a header that does not describe exactly the bytes after it."""
     try:
-        with safe_open(file, "np"):  # which checks that
-            pass
+        with safe_open(file, "np"), file.open("rb") as opened:  # the first checks that
+            length = int.from_bytes(opened.read(8), "little")
+            entries = json.loads(opened.read(length), object_pairs_hook=partial(_once, file))
     except SafetensorError as error:
         raise BrokenFile(file, str(error)) from error
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        entries = json.loads(opened.read(length))
     entries.pop("__metadata__", None)
     places = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -109,11 +108,19 @@ def read_header(file: Path) -> dict[str, Place]:
     return places
 
 
+def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The package takes the last of two tensors of one name."""
+    names = sorted(name for name, _ in pairs)
+    if twice := [a for a, b in pairwise(names) if a == b]:
+        raise BrokenFile(file, f"its header names {twice[0]!r} twice")
+    return dict(pairs)
+
+
 def _read(file: Path, name: str, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     raw = np.fromfile(file, np.uint8, size, offset=start)
     if raw.size != size:
         raise BrokenFile(file, f"it ends within tensor {name!r}")
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)  # no view of nothing
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -135,9 +142,9 @@ def _files(path: Path, listed: dict[str, str]) -> list[Path]:
     else:
         found = sorted(path.glob("*.safetensors"))
         files = [file for file in found if "-of-" in file.stem] or found
-        if shard := re.fullmatch(r"(.*)-[^-]*-of-(\d+)", files[0].stem if files else ""):
-            prefix, total = shard.groups()
-            files = [path / f"{prefix}-{i:0{len(total)}}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
+        if shard := re.fullmatch(r"(.*-)?[^-]*-of-(\d+)", files[0].stem if files else ""):
+            prefix, total = shard.groups("")
+            files = [path / f"{prefix}{i:0{len(total)}}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
         elif len(found) > 1 and files is found:
             raise ValueError(f"{path} has no model.safetensors but several others ({', '.join(f.name for f in found)}): "
                              "which are the weights cannot be told; add an index or rename one to model.safetensors")

@@ -23,7 +23,8 @@ from nybble.engine.messages import SamplingParams, TokenLogprob
 from nybble.engine.request import Request
 from nybble.engine.sampler import Counts, greedy, logprobs, sample
 from nybble.engine.scheduler import Limits, Plan
-from nybble.kernels.types import Step
+from nybble.kernels import selftest
+from nybble.kernels.types import LayerKV, Step
 from nybble.models.decoder import Pieces, attend
 
 GRAPH_SLACK_BYTES = 64 << 20  # on top of what is measured: kernels that are loaded later
@@ -75,6 +76,8 @@ class ModelRunner:
 
         weights = torch.cuda.memory_allocated(device) if cuda else 0
         cache = lambda blocks: allocate(shape, kv, blocks, config.block_size, device, scales=kv_scales)  # noqa: E731
+        if cuda:
+            self._check_attention(cache(1)[0])
         workspace = self._measure(limits, tokens, cache) if cuda else 0
         records = cuda and config.graphs is not False
         graphs = self._measure_graphs(config.max_batch, cache) if records else 0
@@ -95,6 +98,12 @@ class ModelRunner:
             self._largest_step(limits, tokens)  # and torch keeps what it took: nobody else can have it
         self.memory = MemoryPlan(weights, workspace, graphs, self.num_blocks * block_bytes, self.num_blocks, config.block_size,
                                  self.bytes_per_token)
+
+    def _check_attention(self, kv: LayerKV) -> None:
+        """Raises RuntimeError when attention over caches like this one is off on this device."""
+        for window in set(self.model.config.windows):
+            ops = self.model.layers[0].attention.ops
+            selftest.check_attention(ops, kv, self.model.config.num_heads, window, self.model.dtype)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Sampled]:

@@ -551,6 +551,7 @@ def _portable() -> bool:
 _FP8_SHIFT = {"fp8": 256.0}  # e4m3's exponent bias against fp16's
 _PROGRAMS = 1056  # of decode, eight a multiprocessor: so many share long rows...
 _ENOUGH = 320  # ... but so many (row, KV head) pairs are worked on alone: what one program sums stays in registers
+_SHORT = 512  # ... unless rows may be longer than this, when few pairs would wait for the longest row's program
 _ALONE = 4096  # positions that one program may be left with, however many programs there are
 _LINKS = 32  # splits that are summed in order; groups of them in halves
 _SCRATCH_BYTES = 256 << 20  # of a prompt's K and V in 16 bits, or of partial sums; more is done in slices of heads and rows
@@ -617,7 +618,10 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     tiles = tiles or decode_tiles(head_dim, KV[kv.name].num.bits)
     splits = max(1, split_count(step.max_context, tiles))
     if programs is None:
-        share = 1 if rows * heads >= _ENOUGH else _PROGRAMS // (rows * heads)
+        pairs = rows * heads
+        share = 1 if pairs >= _ENOUGH else _PROGRAMS // pairs
+        if share < 8 and pairs < _PROGRAMS and step.max_context > _SHORT:
+            share = max(share, min(triton.cdiv(8 * _PROGRAMS, pairs), step.max_context // 256))
         programs = min(splits, max(share, -(-step.max_context // _ALONE)))
     direct = programs == 1 and splits <= _LINKS
     part, stat = out, out

@@ -18,12 +18,11 @@ from torch import Tensor
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import INT4, PER_TOKEN_INT8
 from nybble.kernels import linear_triton, nvrtc
+from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
-BLOCK = 128  # input channels of a step
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
-PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
 PER_CHANNEL, GROUPED = 0, 1  # MODE of the .cu
 WARPGROUPS = 2  # that multiply, each 64 or 128 rows
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -69,32 +68,47 @@ class Tile(NamedTuple):
         return {1: 232, 2: 104}.get(self.resident, 0)
 
 
-def tile_for(tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
-    """The tile for a batch on a GPU of `count` processors, by how many tiles of 128 rows there are for each.
+def expected_us(tile: Tile, tokens: int, rows: int, channels: int, count: int) -> float:
+    """Microseconds on a GPU of `count` processors, fitted to an H200 running the Llama-2-13B linears
+    (within 9 % of what `python -m nybble.bench.kernels` measured at 128, 256, 1024 and 4096). For more than 64 tokens."""
+    tiles, steps, size = (
+        -(-rows // tile.rows) * -(-tokens // tile.tokens),
+        -(-channels // BLOCK),
+        tile.row_tiles * tile.tokens / 128,
+    )
+    step = 0.0022 * tile.tokens + 0.04 if tile.row_tiles == 1 else 0.0046 * tile.tokens + 0.041
+    if tile.stream:
+        return tiles / count * (steps * step + size / 2) + (8.5 if tile.row_tiles == 1 else 11.5)
+    sums = 0.6 + 1.2 * size if tile.cluster_k > 1 else 0
+    return -(-tiles * tile.cluster_k // count) * (-(-steps // tile.cluster_k) * step + size / 2) + 4.5 + sums
 
-    Measured on an H200 over the Llama-2-13B linears (40, 120, 216 tiles of 128 rows) at 1..4096 tokens; `python -m
-    nybble.bench.kernels --sweep --family hopper` tries the rest. Few tokens: shares of the channels fill two programs a
-    processor. Then as many rows as leave no processor without a tile; where a third of them would idle and there is much to
-    do for each, equal shares. Many tokens: the largest tile, walked over.
-    """
-    blocks, steps = -(-rows // 128), -(-channels // BLOCK)
+
+@functools.lru_cache(1 << 14)
+def tile_for(tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
+    """The tile for a batch on a GPU of `count` processors. Few tokens: shares of the channels that fill two programs a
+    processor. More: what `expected_us` says of tiles that fill one round of the processors, whole rounds of the larger kind,
+    and equal shares."""
+    blocks = -(-rows // 128)
     if tokens <= 64:
         shares = next(k for k in (4, 2, 1) if k == 1 or blocks * k <= 2 * count)
         few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
+        if few == 64 and blocks > count:
+            return Tile(few, 2)
         return Tile(few, 1, few <= 16, shares, 2)
-    if tokens <= 128:
-        most = 96 if tokens <= 96 else 128
-        if blocks > count:
-            return Tile(most, 2, stream=blocks > 2 * count)
-        if 2 * blocks <= count and steps <= 64:
-            return Tile(most, 1, False, 2)
-        return Tile(most, 1, stream=3 * blocks <= 2 * count)
-    if tokens <= 256:
-        half = next(t for t in (80, 96, 128) if tokens <= 2 * t)
-        if 2 * blocks <= count:
-            return Tile(half, 1, stream=True)
-        return Tile(half, 2, stream=blocks > count)
-    return Tile(128, 2, waves=1, order=4, stream=True)
+    choices = []
+    for each in (128, 96, 80):
+        columns = -(-tokens // each)
+        order = 8 if columns <= 2 else 4
+        for row_tiles in (1, 2):
+            tiles = columns * -(-blocks // row_tiles)
+            if tiles <= count:
+                shares = min(count // tiles, 8)
+                choices += [Tile(each, row_tiles, False, k, order=order, memory=k > 2) for k in {1, shares}]
+            elif row_tiles == 2:
+                choices.append(Tile(each, 2, waves=1, order=order))
+            if each == 128 and (row_tiles == 2 or tiles <= count):
+                choices.append(Tile(each, row_tiles, waves=1, order=order, stream=True, lag=2 * (row_tiles == 2)))
+    return min(choices, key=lambda tile: expected_us(tile, tokens, rows, channels, count) * (1 if tile.tokens == 128 else 1.03))
 
 
 def share_bytes(tile: Tile) -> int:
@@ -108,8 +122,7 @@ def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
     sums = 0 if tile.memory else share_bytes(tile)
     scales = WARPGROUPS * tile.tokens * 4
     apart = sums if sums <= 16384 else 0
-    room = min(MOST_BYTES, PROCESSOR_BYTES // tile.resident - RESERVED_BYTES)
-    stages = min(24, (room - apart - scales - 127) // each)
+    stages = min(24, (nvrtc.room(tile.resident) - apart - scales - 127) // each)
     return stages, max(-(-(stages * each + scales) // 128) * 128 + apart, sums)
 
 
@@ -191,18 +204,6 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-def product(tokens: int) -> str:
-    """CUDA for one wgmma: 64 rows x 32 channels in registers times `tokens` x 32 channels in shared memory, int32 sums."""
-    n = tokens // 2
-    sums, places = ", ".join(f"%{i}" for i in range(n)), ", ".join(f'"+r"(sum[{i}])' for i in range(n))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.s8"
-    return (
-        f"__device__ __forceinline__ void product(int (&sum)[{n}], const unsigned (&a)[4], unsigned long long x) {{\n"
-        f'  asm volatile("{instruction} {{{sums}}}, {{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, 1;"\n'
-        f'      : {places} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));\n}}\n'
-    )
-
-
 def source_and_defines(tile: Tile, mode: int, out: int, keep: bool) -> tuple[str, dict[str, int]]:
     defines = {
         "TOKENS": tile.tokens, "STAGES": shared_memory(tile, mode)[0], "ROW_TILES": tile.row_tiles, "WARPGROUPS": WARPGROUPS,
@@ -210,7 +211,7 @@ def source_and_defines(tile: Tile, mode: int, out: int, keep: bool) -> tuple[str
         "REGISTERS": tile.registers, "STREAM": int(tile.stream), "WARP_LEVEL": int(tile.warp), "LAG": tile.lag,
         "THROUGH_MEMORY": int(tile.memory),
     }  # fmt: skip
-    return product(tile.tokens) + nvrtc.source("w4a8_sm90.cu"), defines
+    return nvrtc.product(tile.tokens, 32, "s32.s8.s8") + nvrtc.source("w4a8_sm90.cu"), defines
 
 
 @functools.cache
@@ -223,11 +224,6 @@ def whole_waves(tiles: int, clusters: int) -> int:
     """Rounds of a tile each, before what is left is cut into equal shares; these are half a tile at least where they can be."""
     waves, rest = divmod(tiles, clusters)
     return max(0, waves - (0 < 2 * rest < clusters))
-
-
-@functools.cache
-def processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
@@ -263,7 +259,7 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
         kernel(tile, packed.mode, OUT[packed.dtype], token_tiles > 1, device), clusters * tile.cluster_k,
         tile.threads, shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
         (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments),
-        torch.cuda.current_stream(codes.device).cuda_stream,
+        codes.device,
     )  # fmt: skip
     return y
 
@@ -282,9 +278,7 @@ def _accepts(shape: LinearShape) -> str | None:
         return f"wants one scale per channel, not a tile of {weight.tile[0]} rows"
     if shape.in_features % 16 or shape.in_features > linear_triton.LARGEST_IN:
         return f"wants input channels in multiples of 16 up to {linear_triton.LARGEST_IN}"
-    if shape.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(shape.device)[0] != 9:
-        return "wants a Hopper GPU"
-    return nvrtc.missing()
+    return nvrtc.refusal(shape.device)
 
 
 KERNELS: tuple[LinearKernel, ...] = (LinearKernel("hopper int8", _accepts, _pack, _run, PER_TOKEN_INT8),)

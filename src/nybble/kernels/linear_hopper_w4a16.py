@@ -17,12 +17,11 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
 from nybble.kernels import linear_triton, nvrtc
+from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
-BLOCK = 128  # input channels of a step
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
-PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
 OUT = {torch.bfloat16: 0, torch.float16: 1}
 STEP = {torch.bfloat16: 133, torch.float16: 24}  # a code in a float's lowest bits is it times 2^-this
 CODE = {torch.bfloat16: 6, torch.float16: 10}  # codes that are given a zero, or no scale, become floats times 2^-this
@@ -83,7 +82,7 @@ def cluster_of(tile: Tile, shares: int) -> int:
 
 def few_tokens(tokens: int, n: int, shares: int, processors: int) -> Tile:
     """Up to 128: one tile of tokens. Programs that fill a processor each while there are enough of those, else half of one."""
-    width = next(t for t in (8, 16, 24, 32, 48, 64, 80, 96, 112, 128) if tokens <= t)
+    width = next(t for t in (8, 16, 32, 64, 88, 128) if tokens <= t)
     if -(-n // 128) * shares <= processors:
         return Tile(width, 1, 2, 1, 4 if width <= 64 else 2, split=True)
     if width <= 64:
@@ -91,9 +90,7 @@ def few_tokens(tokens: int, n: int, shares: int, processors: int) -> Tile:
     return Tile(width, 2, 2, 1, 2, split=True)
 
 
-MANY = tuple(Tile(t, 1, 2, 1, 2) for t in (64, 96, 128, 160, 192)) + tuple(
-    Tile(t, 2, 2, 1, 2, True, 4, True) for t in (64, 80, 88, 96, 112, 128)
-)
+MANY = tuple(Tile(t, 1, 2, 1, 2) for t in (64, 88, 128)) + tuple(Tile(t, 2, 2, 1, 2, True, 4) for t in (64, 88, 96, 112, 128))
 
 
 def wave_us(tile: Tile, k: int, shares: int) -> float:
@@ -116,28 +113,33 @@ def plan(tokens: int, n: int, k: int, shares: int, processors: int) -> tuple[Lau
         return (Launch(few_tokens(tokens, n, shares, processors), 0, n),)
     tiles = [tile._replace(split=split) for tile in MANY for split in (False, True)[:shares]]
 
+    def waves(tile: Tile, rows: int) -> int:
+        return -(-(-(-rows // tile.rows) * -(-tokens // tile.tokens) * cluster_of(tile, shares)) // processors)
+
     def us(tile: Tile, rows: int) -> float:
-        programs = -(-rows // tile.rows) * -(-tokens // tile.tokens) * cluster_of(tile, shares)
-        return -(-programs // processors) * wave_us(tile, k, shares)
+        return waves(tile, rows) * wave_us(tile, k, shares)
+
+    def launch(tile: Tile, first: int, rows: int) -> Launch:
+        if waves(tile, rows) == 1:
+            return Launch(tile._replace(walk=False, order=8), first, rows)
+        return Launch(tile._replace(stagger=tile.walk and cluster_of(tile, shares) < shares), first, rows)  # no gain elsewhere
 
     best = min(tiles, key=lambda tile: us(tile, n))
-    plans = [(us(best, n), (Launch(best, 0, n),))]
     largest, columns = MANY[-1], -(-tokens // MANY[-1].tokens)
-    waves = -(-n // largest.rows) * columns // processors
-    first = waves * processors // columns * largest.rows
+    first = -(-n // largest.rows) * columns // processors * processors // columns * largest.rows
     if 0 < first < n:
         rest = min(tiles, key=lambda tile: us(tile, n - first))
         total = us(largest, first) + us(rest, n - first) + 3  # a launch
-        plans.append((total, (Launch(largest, 0, first), Launch(rest, first, n - first))))
-    return min(plans, key=lambda timed: timed[0])[1]
+        if total < 0.96 * us(best, n):
+            return launch(largest, 0, first), launch(rest, first, n - first)
+    return (launch(best, 0, n),)
 
 
 def shared_memory(tile: Tile, cluster: int, tile_bytes: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
     each = tile.rows // 128 * tile_bytes + tile.tokens * BLOCK * 2 + 16
     sums = (cluster - 1) * -(-tile.tokens // 8 // cluster) * tile.row_tiles * tile.warpgroups * 2048
-    room = min(MOST_BYTES, PROCESSOR_BYTES // tile.resident - RESERVED_BYTES)
-    stages = min(16, (room - sums - 16 * tile.warpgroups - 127) // each)
+    stages = min(16, (nvrtc.room(tile.resident) - sums - 16 * tile.warpgroups - 127) // each)
     return stages, -(-(stages * each + 16 * tile.warpgroups) // 128) * 128 + sums
 
 
@@ -222,18 +224,6 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-def product(tokens: int, dtype: torch.dtype) -> str:
-    """CUDA for one wgmma: 64 rows x 16 channels in registers times `tokens` x 16 channels in shared memory, fp32 sums."""
-    n, kind = tokens // 2, "f16" if dtype == torch.float16 else "bf16"
-    sums, places = ", ".join(f"%{i}" for i in range(n)), ", ".join(f'"+f"(sum[{i}])' for i in range(n))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind}"
-    return (
-        f"__device__ __forceinline__ void product(float (&sum)[{n}], const unsigned (&a)[4], unsigned long long x) {{\n"
-        f'  asm volatile("{instruction} {{{sums}}}, {{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, 1, 1, 1, 0;"\n'
-        f'      : {places} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));\n}}\n'
-    )
-
-
 def source_and_defines(tile: Tile, shares: int, group: int, zero: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     cluster, tile_bytes = cluster_of(tile, shares), 8192 + ((1 + zero) * BLOCK // group * 256 if group else 0)
     defines = {
@@ -241,18 +231,14 @@ def source_and_defines(tile: Tile, shares: int, group: int, zero: int, dtype: to
         "WARPGROUPS": tile.warpgroups, "RESIDENT": tile.resident, "SHARES": shares, "CLUSTER_K": cluster, "OUT": OUT[dtype],
         "GROUP": group, "ZERO": zero, "REGISTERS": tile.registers, "CHUNK": tile.chunk, "STAGGER": int(tile.stagger),
     }  # fmt: skip
-    return product(tile.tokens, dtype) + nvrtc.source("w4a16_sm90.cu"), defines
+    kind = "f16" if dtype == torch.float16 else "bf16"
+    return nvrtc.product(tile.tokens, 16, f"f32.{kind}.{kind}", ", 1, 1, 0") + nvrtc.source("w4a16_sm90.cu"), defines
 
 
 @functools.cache
 def kernel(tile: Tile, shares: int, group: int, zero: int, dtype: torch.dtype, device: int, size: int) -> ctypes.c_void_p:
     code = nvrtc.machine_code(*source_and_defines(tile, shares, group, zero, dtype))
     return nvrtc.load(code, "w4a16", size, device)
-
-
-@functools.cache
-def processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
@@ -286,7 +272,7 @@ def _launch(packed: Packed, x: Tensor, y: Tensor, tile: Tile, first: int, rows: 
         kernel(tile, packed.shares, packed.group, packed.zero, packed.dtype, device, size),
         clusters * cluster, tile.threads, size, cluster,
         (nvrtc.bytes_map(x.data_ptr(), tokens, packed.k * 2, tile.tokens), arguments),
-        torch.cuda.current_stream(x.device).cuda_stream,
+        x.device,
     )  # fmt: skip
 
 
@@ -296,9 +282,7 @@ def _accepts(shape: LinearShape) -> str | None:
         return refusal
     if shape.in_features % 8:
         return "wants input channels in multiples of 8"
-    if shape.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(shape.device)[0] != 9:
-        return "wants a Hopper GPU"
-    return nvrtc.missing()
+    return nvrtc.refusal(shape.device)
 
 
 KERNELS: tuple[LinearKernel, ...] = (LinearKernel("hopper w4a16", _accepts, _pack, _run, None),)

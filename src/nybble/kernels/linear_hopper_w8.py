@@ -19,8 +19,9 @@ from nybble.formats.numerics import FLOAT8
 from nybble.formats.qtensor import QTensor, expand
 from nybble.formats.spec import FP8, INT8, PER_TOKEN_INT8, Spec
 from nybble.kernels import nvrtc, reference
-from nybble.kernels.linear_hopper import BLOCK, MOST_BYTES, OUT, PROCESSOR_BYTES, RESERVED_BYTES, processors
+from nybble.kernels.linear_hopper import OUT
 from nybble.kernels.linear_triton import LARGEST_IN
+from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
@@ -111,7 +112,7 @@ def shared_memory(tile: Tile, kind: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
     each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind == BLOCKS else 0)) + 16
     outputs = 16384 * tile.warpgroups if tile.staged else 0
-    stages = min(24, (min(MOST_BYTES, PROCESSOR_BYTES // tile.resident - RESERVED_BYTES) - outputs) // each)
+    stages = min(24, (nvrtc.room(tile.resident) - outputs) // each)
     return stages, -(-(stages * each + outputs) // 128) * 128
 
 
@@ -177,7 +178,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y")),
-        *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_groups", "token_tiles")),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles")),
         *((name, ctypes.c_int) for name in ("order", "x_stride")),
     ]
 
@@ -235,8 +236,7 @@ def quantize(x: Tensor, act: Spec, scale: Tensor | None, stride: int) -> tuple[T
         shape = (-(-k // BLOCK), stride) if how == PER_GROUP else (tokens,)
         scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     arguments = QuantizeArguments(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), k, stride)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    nvrtc.launch(quantizer(how, x.dtype, x.device.index), tokens, 256, 0, 1, (arguments,), stream)
+    nvrtc.launch(quantizer(how, x.dtype, x.device.index), tokens, 256, 0, 1, (arguments,), x.device)
     return codes, scale
 
 
@@ -271,7 +271,7 @@ def multiply(packed: Packed, tile: Tile, codes: Tensor, scale: Tensor, stride: i
     outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else rows
     nvrtc.launch(
         handle, clusters * tile.cluster, tile.threads, shared_memory(tile, packed.kind)[1], tile.cluster,
-        (rows, outputs, arguments), torch.cuda.current_stream(codes.device).cuda_stream,
+        (rows, outputs, arguments), codes.device,
     )  # fmt: skip
     return y
 
@@ -290,9 +290,7 @@ def _refuse(shape: LinearShape) -> str | None:
         return "wants symmetric weights whose groups are contiguous"
     if shape.in_features % 16 or shape.in_features > LARGEST_IN:
         return f"wants input channels in multiples of 16 up to {LARGEST_IN}"
-    if shape.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(shape.device)[0] != 9:
-        return "wants a Hopper GPU"
-    return nvrtc.missing()
+    return nvrtc.refusal(shape.device)
 
 
 def _accepts_int8(shape: LinearShape) -> str | None:

@@ -20,6 +20,8 @@ import torch
 from nybble.config import cache_dir
 
 ARCHITECTURE = "sm_90a"
+BLOCK = 128  # input channels of a step of every GEMM here
+PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
 SHARED_BYTES_ATTRIBUTE, CLUSTER_ATTRIBUTE, OVERLAP_ATTRIBUTE = 8, 4, 6  # of CUfunction_attribute, CUlaunchAttributeID
 
 
@@ -85,6 +87,36 @@ def missing() -> str | None:
     return None
 
 
+def refusal(device: torch.device) -> str | None:
+    """Why nothing here runs on `device`, or None."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return "wants a Hopper GPU"
+    return missing()
+
+
+def room(resident: int) -> int:
+    """Bytes of shared memory of a program when so many are to fit a processor."""
+    return min(MOST_BYTES, PROCESSOR_BYTES // resident - RESERVED_BYTES)
+
+
+@functools.cache
+def processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def product(tokens: int, channels: int, types: str, immediates: str = "") -> str:
+    """CUDA for one wgmma of `types` (of sums, weights, activations): 64 rows x `channels` in registers times `tokens` x
+    `channels` in shared memory."""
+    n, (kind, letter) = tokens // 2, ("float", "f") if types.startswith("f32") else ("int", "r")
+    sums, places = ", ".join(f"%{i}" for i in range(n)), ", ".join(f'"+{letter}"(sum[{i}])' for i in range(n))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{tokens}k{channels}.{types}"
+    return (
+        f"__device__ __forceinline__ void product({kind} (&sum)[{n}], const unsigned (&a)[4], unsigned long long x) {{\n"
+        f'  asm volatile("{instruction} {{{sums}}}, {{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, 1{immediates};"\n'
+        f'      : {places} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));\n}}\n'
+    )
+
+
 def source(name: str) -> str:
     """The text of `name` in this folder behind the helpers that all of them share."""
     folder = Path(__file__).parent
@@ -148,10 +180,11 @@ def load(code: bytes, name: str, shared_bytes: int, device: int) -> ctypes.c_voi
 
 def launch(
     kernel: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int, cluster: int, arguments: Sequence[ctypes.Structure],
-    stream: int, overlap: bool = True,
+    device: torch.device, overlap: bool = True,
 ) -> None:  # fmt: skip
-    """Launch on `stream`; with `overlap` it may start before the kernel ahead of it ends, and waits where it needs to."""
-    attributes = (Attribute * 2)()
+    """Launch on the current stream of `device`, which is the current one; with `overlap` it may start before the kernel ahead
+    of it ends, and waits where it needs to."""
+    attributes, stream = (Attribute * 2)(), torch.cuda.current_stream(device).cuda_stream
     attributes[0].id, attributes[0].value[:3] = CLUSTER_ATTRIBUTE, [cluster, 1, 1]
     attributes[1].id, attributes[1].value[0] = OVERLAP_ATTRIBUTE, int(overlap)
     config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, 2)

@@ -50,21 +50,26 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-def source_and_defines(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int
+def source_and_defines(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, wide: bool = False
                        ) -> tuple[str, dict[str, int]]:
+    """wide: the norm's weights are float32, not of the rows' type."""
     root = f"constexpr float ROOT = {hadamard**-0.5 if hadamard else 1.0:.9e}f;\n"
     defines = {"OP": op, "WIDTH": width, "THREADS": shape.threads, "VECTORS": shape.vectors, "CLUSTER": shape.cluster,
-               "HADAMARD": hadamard, "RESIDUAL": int(residual), "OUT": out}  # fmt: skip
+               "HADAMARD": hadamard, "RESIDUAL": int(residual), "WIDE": int(wide), "OUT": out}  # fmt: skip
     return root + nvrtc.source("rows_sm90.cu"), defines
 
 
 @functools.cache
-def kernel(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, device: int) -> ctypes.c_void_p:
-    return nvrtc.load(nvrtc.machine_code(*source_and_defines(op, width, shape, hadamard, residual, out)), "rows", 0, device)
+def kernel(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, wide: bool, device: int
+           ) -> ctypes.c_void_p:
+    code = nvrtc.machine_code(*source_and_defines(op, width, shape, hadamard, residual, out, wide))
+    return nvrtc.load(code, "rows", 0, device)
 
 
-def fits(op: int, x: Tensor, width: int, hadamard: int = 0) -> bool:
-    if x.dtype not in OUT or len(x) == 0 or width == 0 or width % 8 or x.data_ptr() % 16:
+def fits(op: int, x: Tensor, width: int, hadamard: int = 0, *others: Tensor | None) -> bool:
+    if x.dtype not in OUT or len(x) == 0 or width == 0 or width % 8:
+        return False
+    if any(t is not None and t.data_ptr() % 16 for t in (x, *others)):
         return False
     shape = shape_for(op, width, hadamard, FEW_ROWS + 1)  # whatever the batch: bits are this file's or the other's
     return shape.vectors <= MOST_VECTORS and shape.threads <= 1024
@@ -78,8 +83,9 @@ def _run(op: int, x: Tensor, width: int, hadamard: int = 0, residual: Tensor | N
     tensors = (x, residual, weight, h, codes, scale)
     arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), eps)
     shape = shape_for(op, width, hadamard, rows)
-    nvrtc.launch(kernel(op, width, shape, hadamard, residual is not None, OUT[x.dtype], device.index), rows * shape.cluster,
-                 shape.threads, 0, shape.cluster, (arguments,), torch.cuda.current_stream(device).cuda_stream)  # fmt: skip
+    wide = weight is not None and weight.dtype == torch.float32
+    nvrtc.launch(kernel(op, width, shape, hadamard, residual is not None, OUT[x.dtype], wide, device.index),
+                 rows * shape.cluster, shape.threads, 0, shape.cluster, (arguments,), device)  # fmt: skip
     return Rows(codes, scale)
 
 
@@ -87,7 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, qua
              ) -> tuple[Tensor | Rows, Tensor]:
     """`reference.rms_norm`."""
     width = x.shape[1]
-    if not quantize or weight.dtype != x.dtype or not fits(NORM, x, width):
+    if not quantize or weight.dtype not in (x.dtype, torch.float32) or not fits(NORM, x, width, 0, residual, weight):
         return ops_triton.rms_norm(x, weight, eps, residual, quantize)
     x = x.contiguous()
     h = x if residual is None else torch.empty_like(x)

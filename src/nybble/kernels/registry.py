@@ -118,10 +118,10 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
 
 def ops_for(device: torch.device) -> Ops:
     if device.type == "cuda":
-        from nybble.kernels import nvrtc, ops_hopper, ops_triton
+        from nybble.kernels import nvrtc, ops_hopper, ops_triton, selftest
 
-        hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9 and nvrtc.missing() is None
-        return ops_hopper.OPS if hopper else ops_triton.OPS
+        hopper = nvrtc.refusal(device) is None
+        return ops_hopper.OPS if hopper and selftest.rows_failure(ops_hopper.OPS, device) is None else ops_triton.OPS
     from nybble.kernels import cpu, reference
 
     return cpu.ops() or reference.OPS

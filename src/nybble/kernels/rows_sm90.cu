@@ -4,8 +4,8 @@
 // A cluster of CLUSTER blocks has a row, a thread VECTORS times eight neighbours of it. Loads are all in flight at once; one
 // barrier finds the row's sum and its largest value, in an order that WIDTH and the threads of a cluster fix.
 //
-// Defined by the host: OP, WIDTH (a multiple of 8), THREADS, VECTORS, CLUSTER, RESIDUAL (OP 1: there is one to add), HADAMARD
-// (0: none; THREADS are a multiple of an eighth of it), ROOT (its square root's inverse); and those of sm90.cuh.
+// Defined by the host: OP, WIDTH (a multiple of 8), THREADS, VECTORS, CLUSTER, RESIDUAL (OP 1: there is one to add), WIDE
+// (OP 1: weights are float32, not of the rows' type), HADAMARD (0: none; THREADS are a multiple of an eighth of it), ROOT (its square root's inverse); and those of sm90.cuh.
 
 constexpr int IN_ROW = WIDTH / 8, WARPS = THREADS / 32 * CLUSTER, STRIDE = THREADS * CLUSTER;
 static_assert(WARPS <= 32 && THREADS % 32 == 0 && WIDTH % 8 == 0 && VECTORS * STRIDE >= IN_ROW, "");
@@ -22,18 +22,6 @@ __device__ __forceinline__ uint4 load(const uint4* p) {  // here, not where its 
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
-}
-__device__ __forceinline__ void widen(float (&out)[8], const uint4& v) {
-  const u32 w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (OUT)
-      asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-          : "=f"(out[2 * i]), "=f"(out[2 * i + 1])
-          : "r"(w[i]));
-    else
-      out[2 * i] = __uint_as_float(w[i] << 16), out[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
-  }
 }
 __device__ __forceinline__ u32 codes_of(const float* y, float by) {  // adding 1.5 * 2^23 rounds, ties to even
   u32 c[4];
@@ -94,11 +82,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
   __shared__ float2 parts[32];
   const int first = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
   const size_t row = blockIdx.x / CLUSTER, at = row * IN_ROW + first;
-  uint4 x[VECTORS], more[VECTORS], weight[VECTORS];
+  uint4 x[VECTORS], more[VECTORS], weight[VECTORS][1 + WIDE];
 #define EACH for (int i = 0; i < VECTORS; i++) if ((i + 1) * STRIDE <= IN_ROW || first + i * STRIDE < IN_ROW)
   if (OP == 1) {
 #pragma unroll
-    EACH weight[i] = load(a.weight + first + i * STRIDE);
+    EACH for (int j = 0; j <= WIDE; j++) weight[i][j] = load(a.weight + (first + i * STRIDE) * (1 + WIDE) + j);
   }
   if (CLUSTER > 1) cluster_arrive();
   launch_next();
@@ -138,7 +126,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
         a.h[at + i * STRIDE] = h;
         widen(y[i], h);
       }
-      widen(other, weight[i]);
+      if (WIDE)
+        *(uint4*)other = weight[i][0], *(uint4*)(other + 4) = weight[i][WIDE];
+      else
+        widen(other, weight[i][0]);
 #pragma unroll
       for (int j = 0; j < 8; j++) squares = fmaf(y[i][j], y[i][j], squares), y[i][j] *= other[j];
     }

@@ -1,7 +1,7 @@
-"""Whether a kernel computes what the reference computes on this very device, asked once per kernel and scheme at load.
+"""Whether a kernel computes what the reference computes on this very device, asked at load, once for each kind of layer.
 
 A compiler, driver or GPU that a kernel was never tried on should cost speed, not answers: what fails here is refused by
-`registry.choose` with the reason, loudly, and the next kernel in line is taken.
+`registry` with the reason, loudly, and the next kernel in line is taken. Attention has none: it raises.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import torch
 
 from nybble.formats.numerics import random_qtensor
 from nybble.kernels import reference
-from nybble.kernels.registry import LinearKernel, LinearShape, choose
+from nybble.kernels.registry import LinearKernel, LinearShape, Ops, choose
+from nybble.kernels.types import LayerKV, Step
 
-OUT, IN = 320, 1024  # a tail for tiles of 128 and 256 rows, groups of 128, and a sum in parts where a kernel has those
-TOKENS = (1, 40, 300)  # a batch of each kind of tile
+MOST_OUT, IN = 32768, 1024  # rows as the layer has, for tiles go by them; groups of 128, sums in parts where a kernel has those
+TOKENS = (1, 40, 100, 300)  # a batch of each kind of tile
+STATIC_SCALE = 0.004  # of static activations: one in fourteen is out of its range
 
 
 def failure(kernel: LinearKernel, shape: LinearShape) -> str | None:
     """Why `kernel` is not to be trusted with layers like `shape` (also when it cannot be built); None when it is."""
-    if shape.scheme.weight is None or shape.has_order or shape.act_scale is not None:
+    if shape.scheme.weight is None or shape.has_order:
         return None  # nothing is unpacked, or not made up in a line
-    small = replace(shape, out_features=OUT, in_features=IN)
+    scale = None if shape.act_scale is None else STATIC_SCALE
+    small = replace(shape, out_features=min(shape.out_features, MOST_OUT), in_features=IN, act_scale=scale)
     group = shape.scheme.weight.group
     if group is not None and IN % group or kernel.accepts(small) is not None:
         return None  # the trial would be of something else
@@ -35,7 +38,7 @@ def failure(kernel: LinearKernel, shape: LinearShape) -> str | None:
 def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
     assert shape.scheme.weight is not None
     generator = torch.Generator(shape.device).manual_seed(0)
-    weight = random_qtensor(shape.scheme.weight, (OUT, IN), generator, torch.float32)
+    weight = random_qtensor(shape.scheme.weight, (shape.out_features, IN), generator, torch.float32)
     known = choose(replace(shape, dtype=torch.float32), reference.KERNELS).kernel
     expected_of = known.pack(weight, replace(shape, dtype=torch.float32))
     try:
@@ -45,7 +48,7 @@ def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
             rows = reference.quantize_rows(x)
             out = kernel.run(packed, rows if kernel.takes is not None else x).float()
             want = known.run(expected_of, rows if known.takes is not None else x.float()).float()
-            error = ((out - want).norm() / want.norm()).item()
+            error = _relative(out, want)
             # 16-bit outputs are off by 2^-9 each; products of 16-bit weights and 8-bit rows by a little more
             if not error < 0.02:
                 return _loud(kernel, shape, f"its start-up test on {tokens} tokens is off by {error:.2g} of the result")
@@ -54,7 +57,74 @@ def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
     return None
 
 
+@cache
+def rows_failure(ops: Ops, device: torch.device) -> str | None:
+    """Why the norm, SiLU(gate) * up and quantization of `ops` are not to be trusted with 16-bit rows; None when they are."""
+    generator = torch.Generator(device).manual_seed(0)
+    try:
+        for rows in (1, 33):  # few rows are spread wider
+            x = torch.randn(rows, 3104, device=device, generator=generator).to(torch.bfloat16)
+            a, b = x[:, :1552], x[:, 1552:]  # a tail for every number of threads
+            weight = torch.rand(1552, device=device, generator=generator)
+            pairs = (
+                (ops.rms_norm(a, weight, 1e-5, b, True)[0], reference.rms_norm(a, weight, 1e-5, b, True)[0]),
+                (ops.silu_mul(x, True), reference.silu_mul(x, True)),
+                (ops.quantize_rows(x), reference.quantize_rows(x)),
+            )
+            for name, (found, want) in zip(("norm", "SiLU", "quantization"), pairs):
+                error = _relative(*(part.codes * part.scale[:, None] for part in (found, want)))
+                if not error < 0.01:  # one code in a hundred may be the next one
+                    return _refuse(ops, device, f"its {name} of {rows} rows is off by {error:.2g} of the result")
+    except Exception as error:
+        return _refuse(ops, device, f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}")
+    return None
+
+
+def _refuse(ops: Ops, device: torch.device, reason: str) -> str:
+    logging.getLogger(__name__).warning("the row kernels of %r are not used on %s: %s", ops.name, device, reason)
+    return reason
+
+
+def _relative(found: torch.Tensor, want: torch.Tensor) -> float:
+    return ((found.float() - want.float()).norm() / want.float().norm()).item()
+
+
 def _loud(kernel: LinearKernel, shape: LinearShape, reason: str) -> str:
     logging.getLogger(__name__).warning("kernel %r is not used for %s on %s: %s", kernel.name, shape.scheme.name,
                                         shape.device, reason)
     return reason
+
+
+def check_attention(ops: Ops, kv: LayerKV, heads: int, window: int, dtype: torch.dtype) -> None:
+    """Turn, store and attend over a small cache like `kv` (which is left alone): generated tokens and a prompt. RuntimeError
+    when that is off, or cannot be run: there is no other kernel to take."""
+    contexts, queries, (_, kv_heads, size, width) = (1, 70, 700, 200), (1, 1, 1, 130), kv.v.shape
+    head_dim, total, device = width * (2 if kv.name == "int4" else 1), sum(contexts), kv.v.device
+    counts = [-(-context // size) for context in contexts]
+    table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):  # from the last block backwards
+        table[row, :count] = sum(counts) - 1 - sum(counts[:row]) - torch.arange(count, dtype=torch.int32)
+    positions = torch.cat([torch.arange(context) for context in contexts])
+    owner = torch.arange(len(contexts)).repeat_interleave(torch.tensor(contexts))
+    slots = table[owner, positions // size].long() * size + positions % size
+    ends = torch.tensor(contexts).cumsum(0)
+    asked = torch.cat([torch.arange(int(end) - query, int(end)) for end, query in zip(ends, queries)])
+    starts = torch.tensor((0, *torch.tensor(queries).cumsum(0)), dtype=torch.int32)
+    fill = Step(positions, positions.int(), slots, starts, torch.tensor(contexts, dtype=torch.int32), table, 3, 130, 700, None)
+    step = Step(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in vars(fill).items()})
+    generator = torch.Generator(device).manual_seed(0)
+    qkv = torch.randn(total, (heads + 2 * kv_heads) * head_dim, device=device, generator=generator).to(dtype)
+    angle = torch.arange(700, device=device)[:, None] / 10.0 ** torch.linspace(0, 3, head_dim // 2, device=device)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
+    outs = []
+    for some in (ops, reference.OPS):
+        parts = {name: None if x is None else x.new_zeros((sum(counts), *x.shape[1:]))
+                 for name, x in vars(kv).items() if name in ("k", "v", "k_params", "v_params")}  # fmt: skip
+        cache = replace(kv, **parts, k_scale=min(kv.k_scale, 1.0), v_scale=min(kv.v_scale, 1.0))
+        q = some.rope_write(qkv, cache, step, cos_sin, kv_heads, None, None, 1e-6)
+        outs.append(some.attention(q[asked.to(device)], cache, step, head_dim**-0.5, window))
+    found, want = (out.float().flatten(1) for out in outs)
+    error = ((found - want).norm(dim=1) / want.norm(dim=1)).max().item()  # of a token; a code of int4 may be the next one
+    if not error < 0.05:
+        raise RuntimeError(f"attention ({ops.name}) over a {kv.name} cache on {device} is off by {error:.2g} of a token's in "
+                           "its start-up test: another version of Triton or of the driver, or another kv, may do")

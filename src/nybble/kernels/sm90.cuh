@@ -1,6 +1,7 @@
 // What every kernel of sm_90a here starts with: the host puts this text in front of the source (NVRTC, no headers).
 //
-// Defined by the host: OUT (of outputs: 0 bf16, 1 fp16, 2 fp32); BOUNDED, while developing, lets a wait that cannot end trap.
+// Defined by the host: OUT (of outputs, and of what `widen` reads: 0 bf16, 1 fp16, 2 fp32); BOUNDED, while developing, lets a
+// wait that cannot end trap.
 // Addresses are 32-bit shared ones (`shared_address`); barriers are mbarriers of this block.
 
 typedef unsigned int u32;
@@ -23,6 +24,10 @@ __device__ __forceinline__ u32 in_cluster(u32 address, u32 rank) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
+__device__ __forceinline__ void cluster_meet() {  // where no data is exchanged
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
+}
 __device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Before this nothing may be read that the kernel ahead wrote, and nothing written that it reads.
 __device__ __forceinline__ void wait_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -66,6 +71,11 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Not .release.cluster: that waits for all of the thread's memory traffic, 0.7 us. Products have read what is given free.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cluster(barrier, rank)) : "memory");
 }
 
 // ---- copies ----
@@ -122,7 +132,26 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// ---- outputs ----
+// ---- inputs and outputs ----
+// A tile's place: `order` token tiles before the next row tile.
+template <class Arguments>
+__device__ __forceinline__ void locate(const Arguments& a, int tile, int& row_tile, int& token_tile) {
+  int band = tile / (a.order * a.row_tiles), inside = tile - band * a.order * a.row_tiles;
+  int height = max(1, min(a.token_tiles - band * a.order, a.order));
+  row_tile = inside / height, token_tile = band * a.order + inside % height;
+}
+__device__ __forceinline__ void widen(float (&out)[8], const uint4& v) {  // 16-bit values of the outputs' type
+  const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (OUT)
+      asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+          : "=f"(out[2 * i]), "=f"(out[2 * i + 1])
+          : "r"(w[i]));
+    else
+      out[2 * i] = __uint_as_float(w[i] << 16), out[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
+  }
+}
 __device__ __forceinline__ u32 two_halves(float low, float high) {
   u32 both;
   if (OUT == 0)

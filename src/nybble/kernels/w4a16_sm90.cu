@@ -100,11 +100,7 @@ struct Arguments {
 };
 struct Place {
   int tile, step, row_tile, token_tile;
-  __device__ __forceinline__ void locate(const Arguments& a) {  // `order` token tiles before the next row tile
-    int band = tile / (a.order * a.row_tiles), inside = tile - band * a.order * a.row_tiles;
-    int height = max(1, min(a.token_tiles - band * a.order, a.order));
-    row_tile = inside / height, token_tile = band * a.order + inside % height;
-  }
+  __device__ __forceinline__ void locate(const Arguments& a) { ::locate(a, tile, row_tile, token_tile); }
 };
 
 extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDENT)

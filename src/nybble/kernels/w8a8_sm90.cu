@@ -21,6 +21,7 @@ constexpr int Y_BYTES = STAGED ? 8192 : 0;  // 64 tokens x 64 rows of 16 bits, t
 constexpr int W_AT = STAGES * X_BYTES, Y_AT = W_AT + STAGES * W_BYTES, S_AT = Y_AT + 2 * WARPGROUPS * Y_BYTES;
 constexpr int BARRIERS_AT = S_AT + STAGES * S_BYTES;
 constexpr int SHARE = TOKENS / CLUSTER;  // tokens that one block of a cluster copies
+static_assert(SHARE % 8 == 0 && (!STAGED || TOKENS % 16 == 0), "whole swizzles of 8 tokens; outputs leave by 16");
 
 // What a map describes, to the same address and barrier of every block of the cluster.
 __device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
@@ -29,14 +30,6 @@ __device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap* map, in
       "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
       "h"((unsigned short)((1 << CLUSTER) - 1)), "l"(EVICT_LAST)
       : "memory");
-}
-// Not .release.cluster: that waits for all of the thread's memory traffic, 0.7 us. Products have read what is given free.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cluster(barrier, rank)) : "memory");
-}
-__device__ __forceinline__ void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  cluster_wait();
 }
 __device__ __forceinline__ float2 load_shared_pair(u32 address) {
   float2 v;
@@ -56,15 +49,13 @@ struct Arguments {
   const float *w_scale;  // [N padded], KIND 2: [K / 128, N padded]
   const float *x_scale;  // [tokens], KIND 2: [K / 128, x_stride]
   void* y;
-  int tokens, rows, padded_rows, steps, row_groups, token_tiles, order, x_stride;  // row_groups: of CLUSTER row tiles
+  int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order, x_stride;  // row_tiles: groups of CLUSTER row tiles
 };
 
 struct Place {
   int row_tile, token_tile;
-  __device__ __forceinline__ Place(const Arguments& a, int tile) {  // `order` token tiles before the next rows
-    int band = tile / (a.order * a.row_groups), inside = tile - band * a.order * a.row_groups;
-    int height = max(1, min(a.token_tiles - band * a.order, a.order));
-    row_tile = inside / height, token_tile = band * a.order + inside % height;
+  __device__ __forceinline__ Place(const Arguments& a, int tile) {
+    locate(a, tile, row_tile, token_tile);
     if (CLUSTER > 1) row_tile = row_tile * CLUSTER + blockIdx.x % CLUSTER;
   }
 };
@@ -75,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   extern __shared__ __align__(1024) char shared[];
   const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, rank = blockIdx.x % CLUSTER;
-  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, tiles = a.row_groups * a.token_tiles;
+  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, tiles = a.row_tiles * a.token_tiles;
   const bool copies = threadIdx.x == WARPGROUPS * 128;
   const int units = (tiles - cluster + clusters - 1) / clusters * a.steps;
 
@@ -334,16 +325,7 @@ __device__ __forceinline__ void load_eight(float (&v)[8], const void* x, size_t 
     const float4 a = ((const float4*)x)[at / 4], b = ((const float4*)x)[at / 4 + 1];
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
   } else {
-    const uint4 a = ((const uint4*)x)[at / 8];
-    const u32 words[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (OUT == 0)
-        v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-      else
-        asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-            : "=f"(v[2 * i]), "=f"(v[2 * i + 1]) : "r"(words[i]));
-    }
+    widen(v, ((const uint4*)x)[at / 8]);
   }
 }
 

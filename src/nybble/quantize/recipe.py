@@ -56,10 +56,11 @@ class Recipe:
     calibration text / 448, instead of one per token. drift: 0 to 1, how much of the error that quantized layers before
     brought in a layer's weights are moved to undo (0.5 fits calibration text less closely than 1 and does better on others).
     transform: change of basis before rounding, "rotate+smooth" one after the other; "auto" rotates where inputs are
-    int8 and a rotation of the model's size is known (smooths where not, and w8a8 in both cases), else leaves all alone.
+    int8 and a rotation of the model's size is known (smooths where not, and w8a8 without online_hadamard in both cases), else
+    leaves all alone. online_hadamard: the input of down_proj, where outliers are largest, is turned at run time too, in the
+    kernel that makes it; only Nybble runs such a checkpoint.
 
-    online_hadamard: the input of down_proj, where outliers are largest, is turned at run time too, in the kernel that makes it;
-    only Nybble runs such a checkpoint.
+    head: "16bit", or "w8a8" for the logits, rounded to nearest. A head that is the embedding stays as it is.
 
     samples x sequence_length: calibration tokens, taken from `calibration` (a description) with hash `text_hash`, in order.
     seed: the random signs of a rotation. made_with: versions, for the record.
@@ -79,6 +80,7 @@ class Recipe:
     drift: float = 0.5
     transform: str = "auto"
     online_hadamard: bool = False
+    head: str = "16bit"
     samples: int = 16
     sequence_length: int = 1024
     seed: int = 0
@@ -103,6 +105,7 @@ class Recipe:
             ("sweeps", 0 <= self.sweeps <= 100, "0 to 100"),
             ("drift", 0.0 <= self.drift <= 1.0, "0 to 1"),
             ("transform", self.transform in TRANSFORMS, f"one of {', '.join(TRANSFORMS)}"),
+            ("head", self.head in ("16bit", "w8a8"), "16bit or w8a8"),
             ("samples", self.samples >= 1, "1 or more"),
             ("sequence_length", self.sequence_length >= 8, "8 or more"),
         ):
@@ -142,6 +145,7 @@ class Recipe:
         """In a few words."""
         steps = [*([] if self.transform == "none" else [self.transform]), *["online Hadamard"] * self.online_hadamard]
         steps.append(self.method + (f" on {self.samples} x {self.sequence_length} tokens" if self.needs_calibration else ""))
+        steps += ["head w8a8"] * (self.head != "16bit")
         group = self.spec.group
         tile = f"chosen per layer within {self.bits:g} bits" if self.bits else f"groups of {group}" if group else "per channel"
         return f"{self.scheme}{' static' * self.static_activations}, {tile}, {' + '.join(steps)}"

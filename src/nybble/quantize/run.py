@@ -21,7 +21,7 @@ from torch import Tensor
 from nybble.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from nybble.checkpoint.write import check_target
 from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import KV, Scheme
+from nybble.formats.spec import INT8_CHANNEL, KV, SCHEMES, Scheme
 from nybble.hardware import pick_device
 from nybble.models import ModelConfig, read_config
 from nybble.models.decoder import Layer
@@ -32,6 +32,7 @@ from nybble.quantize.calibrate import Stream, build_layer, quantize_layer, quant
 from nybble.quantize.recipe import SITES, Recipe, hash_text, shipped_text
 from nybble.quantize.resume import Saved, Tensors
 from nybble.quantize.rotate import OnlineHadamard, Rotated, can_rotate
+from nybble.quantize.rtn import quantize_rtn
 from nybble.quantize.smooth import ALL_SITES, smooth_layer
 from nybble.text import load_tokenizer, read_text
 
@@ -84,7 +85,7 @@ def quantize_checkpoint(
     """Quantize the checkpoint at `path` (Hugging Face directory or .gguf) into the directory `out`.
 
     kv: a key of `formats.spec.KV` that the result asks for; "auto" keeps the source's, else int8. calibration: a text file;
-    None is the text that comes with the package. Embeddings, norms, biases and the head stay as they are.
+    None is the text that comes with the package. Embeddings, norms, biases and (see `Recipe.head`) the head stay.
 
     Raises ValueError, FileNotFoundError or FileExistsError for bad input, before anything is written.
     """
@@ -129,6 +130,11 @@ def quantize_checkpoint(
             notes += lines
         schemes = linear_schemes(config, recipe)
         notes += group_notes(schemes, recipe)
+        if recipe.head != "16bit":
+            if not (source.has("lm_head.weight") or "lm_head.weight" in checkpoint.names()):
+                raise ValueError(f"head = {recipe.head}: this model's head is its embedding, which stays in 16 bits; rotation "
+                                 "gives it one of its own")
+            schemes["lm_head"] = SCHEMES[recipe.head]
         if saved.finished:
             notes.append(f"went on after layer {saved.finished - 1}, which an earlier run had finished")
         if checkpoint.scheme_name != "16bit":
@@ -160,7 +166,7 @@ def resolve_transform(recipe: Recipe, config: ModelConfig) -> str:
         return recipe.transform
     if recipe.scheme not in ("w4a8", "w8a8"):
         return "none"
-    rotation = "rotate" if recipe.scheme == "w4a8" else "rotate+smooth"
+    rotation = "rotate" if recipe.scheme == "w4a8" or recipe.online_hadamard else "rotate+smooth"
     return rotation if can_rotate(config) is None else "smooth"
 
 
@@ -250,7 +256,10 @@ class _Run:
             if name in self.names or self.source.has(name):
                 value = _dense(self.source.get(name), self.checkpoint.dtype).cpu()
                 self.bytes_16bit += 2 * value.numel() if name in self.names else 0
-                yield name, value
+                if name == "lm_head.weight" and self.recipe.head != "16bit":
+                    yield name, quantize_rtn(value.float(), INT8_CHANNEL, value.dtype, name=name)
+                else:
+                    yield name, value
         stream = reference = None
         if self.tokens is not None:
             stream = self.embed(self.tokens, CHUNK)
