@@ -50,7 +50,7 @@ def read_qqq(store: Store, quantization: dict[str, Any]) -> Reading:
         if per_channel != (group in (-1, k)):
             raise ValueError(f"{module}: the config says group size {group}, but s_group is {list(groups)}: "
                              "one of them is wrong, and the nibbles of B lie in another order for each")
-        if n % 64 or words % 2 or channels not in ((1, n), (n,)) or not (per_channel or groups == (k // 128, n)):
+        if n % 64 or words % 2 or channels not in ((1, n), (n,)) or not (per_channel or groups == (k / 128, n)):
             raise ValueError(f"{module}: B {[rows, words]} with s_channel {list(channels)} and s_group {list(groups)} is not a "
                              "QQQ weight")
         spec = Spec(INT4, (1, None)) if per_channel else Spec(INT4, (1, 128), over=INT8_CHANNEL)
@@ -175,7 +175,7 @@ def read_gptq(store: Store, quantization: dict[str, Any]) -> Reading:
         raise ValueError("GPTQ in a kernel's own layout (is_marlin_format, pack_dtype) is not supported; int32 v1 and v2 are")
     _warn_unknown("GPTQ", quantization, GPTQ_KEYS)
     version = GPTQ_VERSIONS[named]
-    labelled = IN_WORDS if version == 1 and _by_gptqmodel(quantization) else version
+    labelled = IN_WORDS if _by_gptqmodel(quantization) and version == 1 else version
     linears = {}
     for module in modules_with(store, "qweight"):
         own, part = _gptq_rules(quantization, module), Part(store, module)
