@@ -95,6 +95,11 @@ def _loud(kernel: LinearKernel, shape: LinearShape, reason: str) -> str:
     return reason
 
 
+def _zeros(like: torch.Tensor, blocks: int) -> torch.Tensor:
+    raw = like.view(torch.uint8)  # not every torch fills float8
+    return raw.new_zeros((blocks, *raw.shape[1:])).view(like.dtype)
+
+
 def check_attention(ops: Ops, kv: LayerKV, heads: int, window: int, dtype: torch.dtype) -> None:
     """Turn, store and attend over a small cache like `kv` (which is left alone): generated tokens and a prompt. RuntimeError
     when that is off, or cannot be run: there is no other kernel to take."""
@@ -118,7 +123,7 @@ def check_attention(ops: Ops, kv: LayerKV, heads: int, window: int, dtype: torch
     cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
     stored = []
     for some in (ops, reference.OPS):
-        parts = {name: None if x is None else x.new_zeros((sum(counts), *x.shape[1:]))
+        parts = {name: None if x is None else _zeros(x, sum(counts))
                  for name, x in vars(kv).items() if name in ("k", "v", "k_params", "v_params")}  # fmt: skip
         cache = replace(kv, **parts, k_scale=min(kv.k_scale, 1.0), v_scale=min(kv.v_scale, 1.0))
         q = some.rope_write(qkv, cache, step, cos_sin, kv_heads, None, None, 1e-6)

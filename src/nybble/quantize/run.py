@@ -121,8 +121,8 @@ def quantize_checkpoint(
     if recipe.online_hadamard:
         config = replace(config, hadamard=min(config.intermediate_size & -config.intermediate_size, 16384))
         if config.hadamard == 1:
-            raise ValueError(f"online_hadamard: down_proj's {config.intermediate_size} inputs are an odd number; it wants blocks of "
-                             "2, 4, 8, ...")
+            raise ValueError(f"online_hadamard: down_proj has {config.intermediate_size} inputs, an odd number; it wants "
+                             "blocks of 2, 4, 8, ...")
         source = OnlineHadamard(source, config.hadamard)
     check_target(Path(out), checkpoint)
     saved = Saved(Path(f"{Path(out)}.resume"), _key(recipe, kv, checkpoint, tokens))
