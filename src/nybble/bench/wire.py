@@ -226,11 +226,12 @@ class Target:
             answer = await self.exchange(self.request("GET", "/v1/models"), 30.0)
         except (OSError, TimeoutError) as error:
             raise ValueError(f"no server answers at {self.url}: {error or 'timeout'}") from None
+        asked = self.url.rstrip("/").removesuffix("/v1") + "/v1/models"
         if answer.status != 200:
-            raise ValueError(f"{self.url}/v1/models: HTTP {answer.status}: {_message(answer.body)}")
+            raise ValueError(f"{asked}: HTTP {answer.status}: {_message(answer.body)}")
         with suppress(ValueError, LookupError, TypeError):
             return dict(msgspec.json.decode(answer.body)["data"][0])
-        raise ValueError(f"{self.url}/v1/models names no model: {_message(answer.body)}")
+        raise ValueError(f"{asked} names no model: {_message(answer.body)}")
 
     async def decode_counters(self) -> tuple[float, float, float]:
         """(steps, wall seconds, busy seconds) of decoding so far, as our own server counts them; zeros of any other server."""

@@ -408,7 +408,7 @@ def _warn_unknown(method: str, quantization: dict[str, Any], known: str) -> None
 
 def _group_size(quantization: dict[str, Any]) -> int | None:
     size = _one(quantization, ("group_size", "q_group_size"), 128)
-    if size != -1 and (not isinstance(size, int) or size <= 0):
+    if size != -1 and (type(size) is not int or size <= 0):
         raise ValueError(f"group size {size!r} is not supported (-1, or a positive number)")
     return None if size == -1 else size
 

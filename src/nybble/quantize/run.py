@@ -124,6 +124,9 @@ def quantize_checkpoint(
             raise ValueError(f"online_hadamard: down_proj has {config.intermediate_size} inputs, an odd number; it wants "
                              "blocks of 2, 4, 8, ...")
         source = OnlineHadamard(source, config.hadamard)
+    if recipe.head != "16bit" and not (source.has("lm_head.weight") or "lm_head.weight" in checkpoint.names()):
+        raise ValueError(f"head = {recipe.head}: this model's head is its embedding, which stays in 16 bits; rotation gives it "
+                         "one of its own")
     check_target(Path(out), checkpoint)
     saved = Saved(Path(f"{Path(out)}.resume"), _key(recipe, kv, checkpoint, tokens))
     try:
@@ -134,9 +137,6 @@ def quantize_checkpoint(
         schemes = linear_schemes(config, recipe)
         notes += group_notes(schemes, recipe)
         if recipe.head != "16bit":
-            if not (source.has("lm_head.weight") or "lm_head.weight" in checkpoint.names()):
-                raise ValueError(f"head = {recipe.head}: this model's head is its embedding, which stays in 16 bits; rotation "
-                                 "gives it one of its own")
             schemes["lm_head"] = SCHEMES[recipe.head]
         if saved.finished:
             notes.append(f"went on after layer {saved.finished - 1}, which an earlier run had finished")
