@@ -621,7 +621,7 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         pairs = rows * heads
         share = 1 if pairs >= _ENOUGH else _PROGRAMS // pairs
         if share < 8 and pairs < _PROGRAMS and step.max_context > _SHORT:
-            share = max(share, min(triton.cdiv(8 * _PROGRAMS, pairs), step.max_context // 256))
+            share = max(share, min(triton.cdiv(4 * _PROGRAMS, pairs), step.max_context // 256))
         programs = min(splits, max(share, -(-step.max_context // _ALONE)))
     direct = programs == 1 and splits <= _LINKS
     part, stat = out, out
