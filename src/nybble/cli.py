@@ -103,7 +103,12 @@ def quantize(
     if (format == "tgi" or kv_per == "head") and kv != "fp8":
         raise ValueError(f"kv = {kv}: --format tgi and --kv-per head are about FP8 KV scales and go with --kv fp8")
     with progress_bars() as progress:
-        report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device, progress=progress)
+        try:
+            report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device,
+                                         progress=progress)
+        except KeyboardInterrupt:
+            print(f"nybble: stopped; the same command goes on with the layers that {output}.resume has", file=sys.stderr)
+            raise
         if kv == "fp8":
             scales = calibrate_kv(output, calibration, kv_per == "head", device=device, progress=progress)
             add_kv_scales(output, scales, format)
@@ -307,7 +312,7 @@ def report(
     against: Annotated[Path | None, about("What it was made from: adds what was lost, and the error of every layer.")] = None,
     text: Annotated[Path | None, about("What to measure on; default: a public-domain text that comes with Nybble.")] = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"]), about(
-        "The page; default: report.html in the checkpoint's directory.")] = None,
+        "The page; default: report.html in the checkpoint's directory, for a .gguf in this one.")] = None,
     tasks: Annotated[str, about("Tasks to add, as for `nybble eval`.")] = "",
     data: Annotated[Path, about("Directory with the tasks' files.")] = Path("."),
     limit: Annotated[int | None, about("Items per task file.")] = None,
@@ -319,7 +324,7 @@ def report(
     from nybble.evals.report import report as run
     from nybble.text.errors import write_json
 
-    target = output or (model if model.is_dir() else model.parent) / "report.html"
+    target = output or (model if model.is_dir() else Path()) / "report.html"
     if target.is_dir() or target.suffix.lower() == ".json":
         wanted = target / "report.html" if target.is_dir() else target.with_suffix(".html")
         raise ValueError(f"--output {target}: names the page, the JSON goes beside it; try {wanted}")
@@ -369,7 +374,7 @@ def explain(
     scaled = f" ({found} of {len(scales)} layers with the checkpoint's scales)" if scales else ""
     console.print(f"{model}: {checkpoint.scheme_name} on {describe(target)}")
     console.print(f"weights {weights}, activations {acts}, KV cache {cache}{scaled}")
-    for reason in sorted(set(checkpoint.ignored().values())):
+    for reason in sorted(set(checkpoint.ignored().values()) - ({"KV cache scale"} if scales else set())):
         console.print(f"not loaded: {sum(why == reason for why in checkpoint.ignored().values())} tensors, {reason}")
     console.print(table)
 

@@ -37,6 +37,7 @@ class Writer:
 
 
 AGAIN = "quantize the original model with --scheme w4a16"
+PER_CHANNEL = "quantize the original model with --scheme w4a8 --group channel"
 
 
 def _weight_only(q: QTensor, act: Spec | None, what: str) -> None:
@@ -136,11 +137,11 @@ def _qqq_describe(q: QTensor, act: Spec | None) -> Described:
     n, k = q.shape
     if q.spec.num != INT4 or q.zero is not None or q.order is not None or q.spec.tile[0] != 1 or n % 64 or k % 64:
         raise ValueError(f"QQQ holds symmetric 4-bit weights of 64 rows and 64 columns or multiples, not {describe(q.spec)} "
-                         f"{[n, k]}: quantize the original model with --scheme w4a8")
+                         f"{[n, k]}: {PER_CHANNEL}")
     channel = q.spec.group in (None, k) and q.over is None
     if not channel and (q.spec.group != 128 or (q if q.over is not None else on_integer_grid(q)).over is None):
         raise ValueError("QQQ has one scale per row, or groups of 128 whose scales lie on an int8 grid per row, which these "
-                         f"{describe(q.spec)} do not: quantize the original model with --scheme w4a8")
+                         f"{describe(q.spec)} do not: {PER_CHANNEL}")
     if act is not None and act != PER_TOKEN_INT8:
         raise ValueError(f"QQQ means int8 activations per token, and these are {describe(act)}: quantize the original model "
                          "with --scheme w4a8")

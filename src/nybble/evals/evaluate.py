@@ -97,7 +97,8 @@ def evaluate(
             raise ValueError(f"{what} = {value}: wants {least} or more")
     asked = [(name, rest) for name, _, rest in (task.strip().partition(":") for task in dict.fromkeys(tasks))]
     if not asked or ("ppl", "") in asked:
-        raise ValueError(f"tasks = {list(tasks)}: wants one or more of ppl:FILE, {', '.join(TASKS)}")
+        raise ValueError(f"tasks = {list(tasks)}: wants one or more of ppl:FILE, {', '.join(TASKS)} (--ppl FILE, "
+                         "--tasks NAME,...)")
     items = {}
     for name, rest in asked:
         items[name, rest] = read_text(rest) if name == "ppl" else read_task(name, rest, Path(data), shots, limit)

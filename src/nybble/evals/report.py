@@ -100,8 +100,8 @@ def advice(found: Anatomy, before: Evaluation | None, after: Evaluation, changes
     worst = max(found.linears, key=lambda f: f.outlier)
     if worst.outlier > 50 and "a8" in worst.scheme:
         transform = str(found.recipe.get("transform", "none"))
-        cure = ("Smoothing (transform = rotate+smooth) reaches that place, a rotation does not." if worst.kind == "down_proj"
-                else "A rotation or smoothing would help there." if transform == "none" else "")
+        cure = ("Smoothing (--transform rotate+smooth) or --online-hadamard reaches that place, a rotation does not."
+                if worst.kind == "down_proj" else "A rotation or smoothing would help there." if transform == "none" else "")
         said.append(f"Before {worst.kind} of layer {worst.layer} one channel is {worst.outlier:,.0f} times as large as the "
                     f"usual one, which makes 8-bit activations coarse there. {cure if 'smooth' not in transform else ''}")
     keys = max((f for f in found.cache if f.which == "K"), key=lambda f: max(f.outlier))

@@ -60,8 +60,8 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.output}: {self.recipe.describe()}, KV {self.kv}",
-            f"{len(self.schemes)} linears at {self.bits_per_weight:.2f} bits per weight; weights on disk "
-            f"{self.bytes_written / 1e6:.1f} MB, in 16 bits {self.bytes_16bit / 1e6:.1f} MB; {self.seconds:.0f} s",
+            f"{len(self.schemes) - ('lm_head' in self.schemes)} linears at {self.bits_per_weight:.2f} bits per weight; weights "
+            f"on disk {self.bytes_written / 1e6:.1f} MB, in 16 bits {self.bytes_16bit / 1e6:.1f} MB; {self.seconds:.0f} s",
         ]
         kinds: dict[str, list[float]] = {}
         for name, error in self.errors.items():
