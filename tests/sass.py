@@ -24,8 +24,7 @@ def have_nvrtc() -> bool:
 
 
 def assemble(source: str, defines: dict[str, int], folder: Path) -> list[str]:
-    """SASS, one instruction a line, labels kept. By NVRTC where torch brought it, else by nvcc without any header."""
-    triton = pytest.importorskip("triton", reason="nvdisasm comes with Triton")
+    """SASS of CUDA text, by NVRTC where torch brought it, else by nvcc without any header."""
     cubin = folder / "kernel.cubin"
     if have_nvrtc():
         cubin.write_bytes(nvrtc.machine_code(source, defines))
@@ -35,6 +34,12 @@ def assemble(source: str, defines: dict[str, int], folder: Path) -> list[str]:
         subprocess.run(["nvcc", *options, "-o", cubin, folder / "kernel.cu"], check=True)
     else:
         pytest.skip("neither libnvrtc nor nvcc here")
+    return disassemble(cubin)
+
+
+def disassemble(cubin: Path) -> list[str]:
+    """One instruction a line, labels kept."""
+    triton = pytest.importorskip("triton", reason="nvdisasm comes with Triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
     return [re.sub(r"/\*.*?\*/", "", line).strip() for line in text.splitlines()]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sass import SPILL, disassemble, written_registers
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -34,22 +34,9 @@ def compile_prompt(dim: int, dtype: torch.dtype) -> Any:
 
 
 def machine_code(compiled: Any, tmp_path: Path) -> list[str]:
-    """SASS, one instruction a line, labels kept."""
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    return [re.sub(r"/\*.*?\*/", "", line).strip() for line in text.splitlines()]
-
-
-def written_registers(line: str) -> range:
-    """The general registers that an instruction writes, by its first operand and width."""
-    line = re.sub(r"^@!?U?P\d+ ", "", line)
-    found = re.match(r"([A-Z0-9_.]+) (?:P\d+, )?R(\d+)", line)
-    if not found or found[1].startswith(("ST", "RED", "BAR", "SYNCS", "WARPGROUP", "UTMA", "BRA", "ISETP", "R2UR")):
-        return range(0)
-    width = 4 if ".128" in found[1] else 2 if ".64" in found[1] or ".WIDE" in found[1] else 1
-    return range(int(found[2]), int(found[2]) + width)
+    return disassemble(cubin)
 
 
 def loops(lines: list[str]) -> list[list[str]]:
@@ -69,7 +56,7 @@ def test_machine_code(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
     compiled = compile_prompt(dim, dtype)
     assert compiled.metadata.shared <= 227 * 1024
     lines = machine_code(compiled, tmp_path)
-    assert not [line for line in lines if re.match(r"(@\S+ )?(STL|LDL)\b", line)]
+    assert not [line for line in lines if SPILL.match(line)]
     waits_of = lambda body: [at for at, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]  # noqa: E731
     bodies = [body for body in loops(lines) if len(waits_of(body)) == 2]
     assert len(bodies) >= 4  # two groups of warps, without and with a mask

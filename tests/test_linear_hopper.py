@@ -8,14 +8,12 @@ undefined, the compiler does not look).
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from sass import assemble, have_nvrtc, loop_of_products, overwritten_in_flight
 
 from nybble.bench.kernels import MODELS
 from nybble.formats.spec import SCHEMES
@@ -68,76 +66,9 @@ def test_shared_memory_holds_the_stages(tile: Tile, mode: int) -> None:
     assert tile.resident * (size + 1024) <= 228 * 1024  # what a processor has, 1 KiB a program reserved
 
 
-@functools.cache
-def have_nvrtc() -> bool:
-    try:
-        return bool(nvrtc.compiler())
-    except OSError:
-        return False
-
-
-def machine_code(tile: Tile, mode: int, folder: Path) -> list[str]:
-    """SASS, one instruction a line, labels kept. By NVRTC where torch brought it, else by nvcc without any header."""
-    triton = pytest.importorskip("triton", reason="nvdisasm comes with Triton")
-    source, defines = linear_hopper.source_and_defines(tile, mode, 0, False)
-    cubin = folder / "kernel.cubin"
-    if have_nvrtc():
-        cubin.write_bytes(nvrtc.machine_code(source, defines))
-    elif shutil.which("nvcc"):
-        (folder / "kernel.cu").write_text(source)
-        options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-Werror=all-warnings", *(f"-D{k}={v}" for k, v in defines.items())]
-        subprocess.run(["nvcc", *options, "-o", cubin, folder / "kernel.cu"], check=True)
-    else:
-        pytest.skip("neither libnvrtc nor nvcc here")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    return [re.sub(r"/\*.*?\*/", "", line).strip() for line in text.splitlines()]
-
-
-def written_registers(line: str) -> range:
-    """The general registers that an instruction writes, by its first operand and width."""
-    line = re.sub(r"^@!?U?P\d+ ", "", line)
-    found = re.match(r"([A-Z0-9_.]+) (?:P\d+, )?R(\d+)", line)
-    if not found or found[1].startswith(("ST", "RED", "BAR", "SYNCS", "IGMMA", "WARPGROUP", "UTMA", "BRA", "ISETP", "R2UR")):
-        return range(0)
-    width = 4 if ".128" in found[1] else 2 if ".64" in found[1] or ".WIDE" in found[1] else 1
-    return range(int(found[2]), int(found[2]) + width)
-
-
-def loop_of_products(lines: list[str]) -> list[str]:
-    """The innermost loop with products in it, from the label its last branch goes back to."""
-    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
-    best: list[str] = []
-    for at, line in enumerate(lines):
-        target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
-        if target and labels.get(target[1], at) < at:
-            body = lines[labels[target[1]] : at]
-            if any("MMA." in inside for inside in body) and (not best or len(body) < len(best)):
-                best = body
-    return best
-
-
-def overwritten_in_flight(body: list[str]) -> list[str]:
-    """Instructions that write an operand of a product that may still run, over two rounds of the loop."""
-    flights: list[set[int]] = [set()]  # operand registers per group; the last is not yet committed
-    bad = []
-    for line in body * 2:
-        if "IGMMA" in line:
-            operand = int(re.search(r"IGMMA\S* R\d+, R(\d+), gdesc", line)[1])  # type: ignore[index]
-            flights[-1] |= set(range(operand, operand + 4))
-            if "gsb0" in line:
-                flights.append(set())
-        elif "DEPBAR" in line:
-            left = int(re.search(r"gsb0, 0x(\d+)", line)[1])  # type: ignore[index]
-            flights = flights[max(0, len(flights) - 1 - left) :]
-        else:
-            bad += [line for register in written_registers(line) if any(register in flight for flight in flights)]
-    return bad
-
-
 @pytest.mark.parametrize(("tile", "mode"), CASES, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else str(v))
 def test_machine_code(tile: Tile, mode: int, tmp_path: Path) -> None:
-    lines = machine_code(tile, mode, tmp_path)
+    lines = assemble(*linear_hopper.source_and_defines(tile, mode, 0, False), tmp_path)
     body = loop_of_products(lines)
     assert not [line for line in body if re.match(r"(@\S+ )?(STL|LDL|STS|PRMT)\b", line)]
     products = [line for line in body if "MMA." in line]

@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,39 @@ def peer_calls(n: int, k: int, tokens: int, device: torch.device) -> dict[str, l
     return calls
 
 
+# What humming (github.com/vllm-project/humming) calls a scheme: weights, inputs.
+HUMMING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "w4a8": ({"dtype": "int4"}, {"dtype": "int8"}),
+    "w4a8_g128": ({"dtype": "int4", "group_size": 128}, {"dtype": "int8"}),
+    "w4a16_g128": ({"dtype": "int4", "group_size": 128}, None),
+}
+
+
+@lru_cache(len(HUMMING))
+def _humming_layers(scheme: str, n: int, k: int, device: torch.device) -> list[Any]:
+    from humming.layer import HummingLayer
+
+    weights, inputs = HUMMING[scheme]
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(weights), input_config=inputs and dict(inputs),
+                         torch_dtype=torch.bfloat16).to(device)  # fmt: skip
+    layer.load_from_unquantized(torch.randn(n, k, device=device, dtype=torch.bfloat16))
+    layer.transform()
+    size = sum(p.numel() * p.element_size() for p in layer.parameters())
+    return [layer, *(deepcopy(layer) for _ in range(copies_beyond_cache(size, device) - 1))]
+
+
+def humming_calls(scheme: str, n: int, k: int, tokens: int, device: torch.device) -> dict[str, list[Call]]:
+    """The same linear by humming, inputs already quantized, where it is installed. The first call compiles."""
+    if scheme not in HUMMING or find_spec("humming") is None:
+        return {}
+    from humming.layer import HummingLayerMethod
+
+    layers, x = _humming_layers(scheme, n, k, device), torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
+    codes, scale = (x, None) if HUMMING[scheme][1] is None else HummingLayerMethod.may_quant_input(layers[0], x)
+    forward = HummingLayerMethod.forward_layer
+    return {f"humming {scheme}": [partial(forward, layer, inputs=codes, input_scale=scale) for layer in layers]}
+
+
 def timed_alone(calls: Sequence[Call], replays: int = 5, least_us: float = 800.0) -> Timing:
     return interleave({"": calls}, replays, least_us)[""]
 
@@ -170,7 +205,7 @@ def run(
     plot: str | None = None,
     report: Callable[[str], object] = print,
 ) -> list[dict[str, Any]]:
-    """Check and time each scheme's chosen kernel (all that accept, with `every_kernel`) beside cuBLAS.
+    """Check and time each scheme's chosen kernel (with `every_kernel` all) beside cuBLAS and, if installed, humming.
 
     Stops starting new work when `budget_s` is spent; what failed is reported and left out. -> the JSON objects.
     """
@@ -190,7 +225,7 @@ def run(
             calls, errors, failed = _calls(weights, n, k, m, device, report)
             wrong |= failed
             timings = _time_all(calls, report)
-            peers = {name: round(t.us, 2) for name, t in timings.items() if name.startswith("torch ")}
+            peers = {name: round(t.us, 2) for name, t in timings.items() if name not in errors}
             for name, timing in timings.items():
                 table[m].setdefault(name, {})[layer] = timing.us
                 if name in errors and name not in wrong:
@@ -255,6 +290,8 @@ def _calls(
                 report(f"  {name} N={n} K={k} M={m}: {_short(problem)}")
     try:
         calls |= peer_calls(n, k, m, device)
+        for scheme in weights:
+            calls |= humming_calls(scheme, n, k, m, device)
     except Exception as problem:
         report(f"  peers N={n} K={k} M={m}: {_short(problem)}")
     return calls, errors, wrong
@@ -284,7 +321,7 @@ def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[st
         cells = "".join(f"{times[layer]:10.1f}" if layer in times else f"{'-':>10}" for layer, _, _ in layers)
         line = f"  {name + (' (wrong)' if name in wrong else ''):<40}{cells}"
         if len(times) == len(layers):
-            scheme = {"torch fp8": "w8a8", "torch int8 raw": "w8a8"}.get(name, name.split(" | ")[0])
+            scheme = {"torch fp8": "w8a8", "torch int8 raw": "w8a8"}.get(name, name.removeprefix("humming ").split(" | ")[0])
             least = sum(floor_us(scheme, n, k, m) for _, n, k in layers)
             total = sum(times.values())
             line += f"{total:10.1f}{least:8.1f}{least / total:10.2f}"
