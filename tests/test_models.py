@@ -28,7 +28,6 @@ from nybble.models import (
     read_layer,
     window_nll,
 )
-from nybble.models.families import FAMILIES, Family
 from nybble.models.window import window_step
 from nybble.nn.rope import cos_sin_table
 from nybble.quantize.rtn import quantize_rtn
@@ -93,8 +92,15 @@ def test_logits_and_greedy_tokens_are_transformers(tiny: Any, name: str) -> None
     assert (got - wanted).abs().max() <= 1e-3 * (wanted.max() - wanted.min())
 
     prompt = token_ids(2, 37, seed=5)
-    wanted_ids = reference.generate(prompt, do_sample=False, max_new_tokens=64, min_new_tokens=64,
-                                    attention_mask=torch.ones_like(prompt), eos_token_id=None, pad_token_id=0)[:, 37:]
+    wanted_ids = reference.generate(
+        prompt,
+        do_sample=False,
+        max_new_tokens=64,
+        min_new_tokens=64,
+        attention_mask=torch.ones_like(prompt),
+        eos_token_id=None,
+        pad_token_id=0,
+    )[:, 37:]
     assert torch.equal(greedy(model, prompt, 64), wanted_ids)
 
 
@@ -263,8 +269,10 @@ def test_quantized_model_is_transformers_with_the_same_codes(tmp_path: Path, nam
     tolerance = 1e-5 if SCHEMES[name].act is None else 5e-3
     assert (got - wanted).norm() <= tolerance * wanted.norm()
     assert (before - wanted).norm() > 0.05 * wanted.norm()  # and rounding was not small
-    assert torch.equal(model.layers[0].part("q_proj").weight.codes, quantize_rtn(
-        reference.model.layers[0].self_attn.q_proj.weight.data, SCHEMES[name].weight, torch.float32).codes)
+    assert torch.equal(
+        model.layers[0].part("q_proj").weight.codes,
+        quantize_rtn(reference.model.layers[0].self_attn.q_proj.weight.data, SCHEMES[name].weight, torch.float32).codes,
+    )
 
 
 def test_a_mixture_of_schemes_within_a_layer(tmp_path: Path) -> None:
@@ -341,8 +349,9 @@ def test_what_changes_nothing_is_let_through(tiny: Any) -> None:
     path, reference = tiny("smollm")
     source = Changed(path, model__layers__0__self_attn__o_proj__bias=torch.zeros(192))
     ids = token_ids(1, 20)
-    torch.testing.assert_close(forward_window(load_model(source, "cpu"), ids), reference_logits(reference, ids),
-                               rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        forward_window(load_model(source, "cpu"), ids), reference_logits(reference, ids), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_progress_ends_at_one(tiny: Any) -> None:
@@ -444,14 +453,6 @@ def test_real_configs_are_read() -> None:
         assert model.hidden_size == config["hidden_size"]
     llama = read_config(json.loads((SHARED / "data/quant_configs/meta-llama--Meta-Llama-3.1-8B/config.json").read_text()))
     assert (llama.head_dim, llama.num_kv_heads, llama.max_position, llama.rope.kind) == (128, 8, 131072, "llama3")
-
-
-def test_a_family_is_one_entry_of_a_tuple(tiny: Any) -> None:
-    """A toy: Llama whose config has no word for biases, which it has."""
-    toy = Family("ToyForCausalLM", "toy", qkv_bias=True, o_bias=True, mlp_bias=True)
-    config = read_config({"architectures": ["ToyForCausalLM"], **COMMON}, (*FAMILIES, toy))
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, True, True, False)
-    assert forward_window(dummy_model(config, "w4a8_g32"), token_ids(1, 8)).shape == (1, 8, 384)
 
 
 # ---- made-up weights ----------------------------------------------------------------------------------------------
