@@ -365,21 +365,30 @@ def schemes_for(kind: str) -> dict[str, Scheme]:
         case "mixed":
             tail |= {"down_proj": Scheme("", Spec(INT8, (1, None)), PER_TOKEN_INT8), "o_proj": None,
                      "v_proj": Scheme("", Spec(FP8, (1, None)), PER_TOKEN_FP8)}
+        case "w8a8 head":
+            tail = dict.fromkeys(("default", "lm_head"), Scheme("", Spec(INT8, (1, None)), PER_TOKEN_INT8))
+        case "sites":  # as quantize mixes: what shares an input is alike
+            tail |= {"down_proj": Scheme("", Spec(UINT4, (1, 32), zero=True), None), "o_proj": None,
+                     "lm_head": Scheme("", Spec(INT8, (1, None)), PER_TOKEN_INT8)}
+            tail |= dict.fromkeys(("gate_proj", "up_proj"), Scheme("", Spec(FP8, (1, None)), PER_TOKEN_FP8))
     return tail
 
 
-KINDS = ("w4a8 groups", "w4a8 channel", "w4a16", "w4a16 zero", "w8a8", "w8a16", "fp8", "fp8 tensor", "fp8 block", "mixed")
+KINDS = ("w4a8 groups", "w4a8 channel", "w4a16", "w4a16 zero", "w8a8", "w8a16", "fp8", "fp8 tensor", "fp8 block", "mixed",
+         "w8a8 head")
 
 
 def quantize_model(path: Path, out: Path, kind: str, **options) -> dict[str, QTensor]:
-    """Quantize all linears of the layers of `path` and write them. Returns what was written."""
+    """Quantize all linears of the layers of `path`, and the head if the kind says how. Returns what was written."""
     source, tails = open_checkpoint(path), schemes_for(kind)
     schemes, made = {}, {}
 
     def tensors():
         for name in source.names():
             value, module = source.get(name), name.removesuffix(".weight")
-            scheme = tails.get(module.rpartition(".")[2], tails["default"]) if "layers" in name and value.dim() == 2 else None
+            last = module.rpartition(".")[2]
+            meant = value.dim() == 2 and ("layers" in name or last in tails)
+            scheme = tails.get(last, tails["default"]) if meant else None
             if scheme is not None:
                 schemes[module] = scheme
                 value = made[name] = quantized(value.float(), scheme.weight, source.dtype)
@@ -426,7 +435,7 @@ def test_written_checkpoints_read_back_and_load_in_transformers(tmp_path, kind, 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     loaded(torch.tensor([[1, 2, 3]]))  # weights are decompressed by the first forward
     for name, parameter in loaded.named_parameters():
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") or name in made:
             expected = dequantize(made[name], torch.float64) if name in made else model.state_dict()[name].double()
             bound = expected.abs() * 2.0 ** (-10 if dtype == torch.float16 else -7) + 1e-7
             assert ((parameter.double() - expected).abs() <= bound).all(), name

@@ -89,9 +89,11 @@ class Checkpoint:
 
     @property
     def scheme_name(self) -> str:
-        """"16bit", the name of the one scheme that all quantized linears share, or "mixed"."""
+        """"16bit", the name of the one scheme that all quantized linears share, "w4a8 in several groups", or "mixed"."""
         names = {source.scheme.name for source in self._reading.linears.values()}
-        return "mixed" if len(names) > 1 else names.pop() if names else "16bit"
+        kinds = {name.partition("_")[0] for name in names}
+        mixed = f"{min(kinds)} in several groups" if len(kinds) == 1 and min(kinds) in SCHEMES else "mixed"
+        return mixed if len(names) > 1 else names.pop() if names else "16bit"
 
     @property
     def precision(self) -> tuple[str, str]:

@@ -302,17 +302,25 @@ def encode_linear(module: str, q: QTensor, described: tuple[str, Any, Any], dtyp
     if described[0] != "pack-quantized":
         tensors[f"{module}.weight"] = q.codes.contiguous()
         if q.zero is not None:
-            tensors[f"{module}.weight_zero_point"] = _integers(module, q.zero).to(torch.int8)
+            tensors[f"{module}.weight_zero_point"] = (unsigned(module, q)[1] - 128).to(torch.int8)
         return tensors
-    bits = q.spec.num.bits
-    unsigned = 0 if q.spec.num == UINT4 else 1 << (bits - 1)
-    tensors[f"{module}.weight_packed"] = pack_rows(q.codes.to(torch.int16) + unsigned, bits)
+    bits, (codes, zero) = q.spec.num.bits, unsigned(module, q)
+    tensors[f"{module}.weight_packed"] = pack_rows(codes, bits)
     tensors[f"{module}.weight_shape"] = torch.tensor(q.shape, dtype=torch.int64)
     if q.zero is not None:
-        tensors[f"{module}.weight_zero_point"] = pack_rows((_integers(module, q.zero) + unsigned).t(), bits).t().contiguous()
+        tensors[f"{module}.weight_zero_point"] = pack_rows(zero.t(), bits).t().contiguous()
     if q.order is not None:
         tensors[f"{module}.weight_g_idx"] = q.order.to(torch.int32)
     return tensors
+
+
+def unsigned(module: str, q: QTensor) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] and zero points [N, groups], int16, both with 2^(bits - 1) added where they are signed."""
+    middle = 0 if q.spec.num == UINT4 else 1 << (q.spec.num.bits - 1)
+    zero = middle + (torch.zeros_like(q.scale) if q.zero is None else q.zero)
+    if not torch.equal(zero, zero.round()) or bool(((zero < 0) | (zero >= 1 << q.spec.num.bits)).any()):
+        raise ValueError(f"{module}: its zero points are not whole numbers within {q.spec.num.bits} bits")
+    return q.codes.to(torch.int16) + middle, zero.to(torch.int16)
 
 
 def on_integer_grid(q: QTensor) -> QTensor:
@@ -335,25 +343,15 @@ def whole_steps(q: QTensor) -> bool:
     return bool(((q.scale == q.scale.round()) & (q.scale >= 0) & (q.scale <= 16)).all())
 
 
-def _integers(module: str, zero: Tensor) -> Tensor:
-    rounded = zero.round()
-    if not torch.equal(rounded, zero):
-        raise ValueError(f"{module}: its zero points are not integers, which compressed-tensors cannot hold")
-    return rounded.to(torch.int16)
-
-
 def config_groups(linears: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]], plain: list[str]) -> dict[str, Any]:
     """The `quantization_config` for described linears, with as few targets as say it exactly. plain: modules that stay 16-bit.
 
-    One way for all: the class "Linear". Several: a regex on the last name where all its modules agree (every down_proj), else
-    exact paths.
+    One way for all: the class "Linear", and the head by its name, which in vLLM is of another class. Several: a regex on the
+    last name where all its modules agree (every down_proj), else exact paths.
     """
     kinds: dict[str, list[str]] = {}
-    bodies: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {}
     for module, described in linears.items():
-        key = repr(described)
-        kinds.setdefault(key, []).append(module)
-        bodies[key] = described
+        kinds.setdefault(repr(described), []).append(module)
     last = lambda module: module.rsplit(".", 1)[-1]  # noqa: E731
     groups = {}
     for i, (key, modules) in enumerate(sorted(kinds.items(), key=lambda item: -len(item[1]))):
@@ -361,9 +359,11 @@ def config_groups(linears: dict[str, tuple[str, dict[str, Any], dict[str, Any] |
         inner = [module for module in modules if "." in module]  # lm_head has no path to leave out
         clear = [name for name in dict.fromkeys(map(last, inner)) if name not in others]
         targets = [rf"re:.*\.{re.escape(name)}$" for name in clear] + [m for m in modules if last(m) not in clear]
-        form, weights, act = bodies[key]
-        groups[f"group_{i}"] = {"targets": ["Linear"] if len(kinds) == 1 else targets, "weights": weights,
-                                "input_activations": act, "output_activations": None, "format": form}
+        if len(kinds) == 1:
+            targets = [*(module for module in modules if "." not in module), "Linear"]
+        form, weights, act = linears[modules[0]]
+        groups[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": act, "output_activations": None,
+                                "format": form}
     forms = {described[0] for described in linears.values()}
     return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups,
             "format": forms.pop() if len(forms) == 1 else "mixed-precision" if forms else "dense", "ignore": sorted(plain),

@@ -63,6 +63,8 @@ def convert_checkpoint(path: str | Path, out: str | Path, format: str, activatio
     recipe = held(held(source.config, "nybble", dict) or {}, "recipe", dict, where="config.json: nybble") or {}
     if format in ("qqq", "awq") and source.dtype != torch.float16:
         notes.append(f"{format}'s own loader runs in float16; what is not quantized here stays {source.config_dtype}")
+    if format == "gptq" and any(linear.scheme.weight.zero for linear in linears.values()):
+        notes.append("vLLM reads asymmetric weights as awq or compressed-tensors, not as gptq")
     write_checkpoint(out, dict(source.config), _tensors(source, scales, notes, wide), schemes, kv, source,
                      recipe | {"converted_from": Path(path).name}, format=format, kv_format=kv_format, wide=wide,
                      hadamard=source.hadamard)
@@ -75,14 +77,16 @@ def _tensors(source: Checkpoint, scales: Mapping[int, tuple], notes: list[str],
              wide: bool) -> Iterator[tuple[str, Tensor | QTensor]]:
     for name in source.names():
         value = source.get(name)
-        if wide and isinstance(value, QTensor) and value.over is None and value.scale.dtype == torch.float32 and \
-                not torch.equal(value.scale.to(source.dtype).float(), value.scale):
-            notes.append(f"scales that {source.config_dtype} cannot hold are written in float32: readers "
-                         "that round them to the model's dtype change the weights a little")
-        if wide and isinstance(value, QTensor) and value.over is not None and not whole_steps(value):
-            notes.append("QQQ's groups round to an int8 grid, which compressed-tensors says as 8-bit weights: same values, "
-                         "twice the bytes")
-            value = QTensor(INT8_CHANNEL, inner_codes(value), value.over)
+        if isinstance(value, QTensor):
+            if value.order is not None:
+                notes.append("vLLM 0.33 no longer runs weights whose groups follow GPTQ's channel order")
+            if wide and value.over is None and not torch.equal(value.scale.to(source.dtype).float(), value.scale):
+                notes.append(f"scales that {source.config_dtype} cannot hold are written in float32: readers "
+                             "that round them to the model's dtype change the weights a little")
+            if wide and value.over is not None and not whole_steps(value):
+                notes.append("QQQ's groups round to an int8 grid, which compressed-tensors says as 8-bit weights: same "
+                             "values, twice the bytes")
+                value = QTensor(INT8_CHANNEL, inner_codes(value), value.over)
         yield name, value
         act, scale = source.act(name), source.act_scale(name)
         if act is not None and not act.dynamic and scale is not None:

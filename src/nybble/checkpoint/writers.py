@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear, on_integer_grid, whole_steps
+from nybble.checkpoint.compressed import config_groups, describe_linear, encode_linear, on_integer_grid, unsigned, whole_steps
 from nybble.checkpoint.foreign import AWQ_COLUMN_OF_NIBBLE, QQQ_PLACE
 from nybble.checkpoint.pack import pack_rows
 from nybble.formats.qtensor import QTensor
-from nybble.formats.spec import INT4, PER_TOKEN_INT8, UINT4, Spec, describe
+from nybble.formats.spec import INT4, PER_TOKEN_INT8, Spec, describe
 
 Described = Any  # hashable: linears with equal ones are described alike
 
@@ -62,16 +62,6 @@ def _half(q: QTensor, what: str) -> Tensor:
     raise ValueError(f"{what} has 16-bit scales and these need more: compressed-tensors keeps them in float32, or {AGAIN}")
 
 
-def _unsigned(q: QTensor, module: str) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] and zero points [N, groups], both as unsigned integers."""
-    middle = 0 if q.spec.num == UINT4 else 1 << (q.spec.num.bits - 1)
-    zero = torch.zeros_like(q.scale) if q.zero is None else q.zero
-    shifted = zero + middle
-    if not torch.equal(shifted, shifted.round()) or bool(((shifted < 0) | (shifted >= 1 << q.spec.num.bits)).any()):
-        raise ValueError(f"{module}: its zero points are not whole numbers within {q.spec.num.bits} bits")
-    return q.codes.to(torch.int16) + middle, shifted.to(torch.int16)
-
-
 def _gptq_describe(q: QTensor, act: Spec | None) -> Described:
     bits = q.spec.num.bits
     if q.spec.num.kind == "int" and any(side % (32 // bits) for side in q.shape):
@@ -82,7 +72,7 @@ def _gptq_describe(q: QTensor, act: Spec | None) -> Described:
 
 def _gptq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
     bits, group, symmetric, _ = described
-    codes, zero = _unsigned(q, module)
+    codes, zero = unsigned(module, q)
     order = torch.arange(q.shape[1]) // (group if group > 0 else q.shape[1]) if q.order is None else q.order
     stored = zero - 1 if symmetric else zero  # v1 stores zero - 1; a zero of 0 would wrap there, so asymmetric is written as v2
     return {f"{module}.qweight": pack_rows(codes, bits).t().contiguous(), f"{module}.scales": _half(q, "GPTQ"),
@@ -94,11 +84,18 @@ def _gptq_block(described: dict[str, Described], plain: list[str]) -> dict[str, 
     if len({symmetric for _, _, symmetric, _ in described.values()}) > 1:
         raise ValueError("GPTQ stores symmetric and asymmetric weights in one version: this checkpoint mixes them")
     says = lambda kind: {"bits": kind[0], "group_size": kind[1], "sym": kind[2], "desc_act": kind[3]}  # noqa: E731
-    rules = {f"+:^{re.escape(module)}$": {k: v for k, v in says(kind).items() if v != says(common)[k]}
+    rules = {f"+:{_as_loaded(module)}": {k: v for k, v in says(kind).items() if v != says(common)[k]}
              for module, kind in described.items() if kind != common}
-    rules |= {f"-:^{re.escape(module)}$": {} for module in plain if module != "lm_head"}
+    rules |= {f"-:{_as_loaded(module)}": {} for module in plain if module != "lm_head"}
     return {"quant_method": "gptq", **says(common), "checkpoint_format": "gptq" if common[2] else "gptq_v2",
             "lm_head": "lm_head" in described, "true_sequential": True} | ({"dynamic": rules} if rules else {})
+
+
+def _as_loaded(module: str) -> str:
+    """A regex for a module's path, and for that of the fused one that vLLM looks up in its place."""
+    stem, dot, last = module.rpartition(".")
+    fused = "qkv_proj" if last in ("q_proj", "k_proj", "v_proj") else "gate_up_proj" if last in ("gate_proj", "up_proj") else ""
+    return f"^{re.escape(stem + dot)}({last}|{fused})$" if fused else f"^{re.escape(module)}$"
 
 
 def _awq_describe(q: QTensor, act: Spec | None) -> Described:
@@ -111,7 +108,7 @@ def _awq_describe(q: QTensor, act: Spec | None) -> Described:
 
 
 def _awq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
-    codes, zero = _unsigned(q, module)
+    codes, zero = unsigned(module, q)
 
     def columns(rows: Tensor) -> Tensor:
         ordered = rows.view(rows.shape[0], -1, 8)[..., list(AWQ_COLUMN_OF_NIBBLE)]
@@ -127,7 +124,7 @@ def _awq_block(described: dict[str, Described], plain: list[str]) -> dict[str, A
     if hidden := [part for part in plain if any(part in module for module in described)]:
         raise ValueError(f"AWQ names 16-bit linears by a part of their name, and {hidden[0]} is part of a quantized one's")
     return {"quant_method": "awq", "bits": 4, "group_size": next(iter(described.values())), "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": plain or None}
+            "version": "gemm", "modules_to_not_convert": plain or None, **({"lm_head": True} if "lm_head" in described else {})}
 
 
 # ---- QQQ
