@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sass import SPILL, assemble
 
 from nybble.engine.request import completion_seed
 from nybble.engine.sampler import (
@@ -26,6 +29,7 @@ from nybble.engine.sampler import (
     sample,
     uniform,
 )
+from nybble.kernels import sample_hopper
 
 V = 50
 
@@ -128,6 +132,26 @@ def test_penalties_and_forbidden_ids_change_the_token() -> None:
     assert sample(x, d, counts).tolist() == [5, 4]
     assert x[0, 3] == 3.0
     assert sample(x, draws([7, 7], [0, 0], top_k=[1, 1], forbidden=[(0, 3), (1, 3)]), None).tolist() == [4, 4]
+
+
+def test_rows_with_a_grammar_draw_what_they_would_if_nothing_else_had_a_chance() -> None:
+    """Ids on both sides of the words' borders, the sign bit among them; words past the vocabulary are not looked at."""
+    x, permitted = logits(4, width=70), {1: [0, 31, 32, 63, 64, 69], 3: [31]}
+    bits = np.zeros((2, 96), np.uint8)
+    for row, ids in enumerate(permitted.values()):
+        bits[row, [*ids, 75]] = 1
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    masked = x.clone()
+    for row, ids in permitted.items():
+        masked[row, [i for i in range(70) if i not in ids]] = float("-inf")
+    for temperature in (0.0, 1.0, 5.0):
+        for position in range(20):
+            free = draws([1, 2, 3, 4], [position] * 4, temperature=[temperature] * 4, top_k=[0, 3, 2, 0])
+            held = replace(free, allowed=(torch.tensor(list(permitted)), words))
+            drawn = sample(x, held, None)
+            assert drawn.tolist() == sample(masked, free, None).tolist()
+            assert all(drawn[row] in ids for row, ids in permitted.items())
+            assert drawn[[0, 2]].tolist() == sample(x, free, None)[[0, 2]].tolist()
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
@@ -283,3 +307,10 @@ def test_the_kernels_at_both_ends_of_a_step_in_the_interpreter() -> None:
     done = subprocess.run([sys.executable, "-c", KERNELS], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
                           text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 32000), (16, 49152), (64, 32000), (128, 151936)])
+def test_the_kernel_for_hopper_compiles_and_keeps_what_it_holds_in_registers(rows: int, vocab: int, tmp_path: Path) -> None:
+    lines = assemble(*sample_hopper.source_and_defines(vocab, sample_hopper.cluster_for(rows, vocab)), tmp_path)
+    assert not [line for line in lines if SPILL.match(line)]
+    assert any("REDUX.MAX" in line for line in lines)

@@ -1,0 +1,68 @@
+"""Drawing tokens on Hopper (sm_90a), in CUDA (`sample_sm90.cu`): one launch for temperature, top-k, top-p, min-p and noise.
+
+Not penalties or masks, which few rows have: `engine.sampler` applies them to the logits before. Same noise, so the same
+tokens, as its torch operations but where rounding moves a border.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from nybble.kernels import nvrtc
+
+THREADS, MOST_TOKENS = 512, 1 << 18  # of the .cu
+MOST_LOGITS = 48  # of a thread, where more programs can have the row
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of the .cu."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys", "out")]
+
+
+def cluster_for(rows: int, width: int) -> int:
+    """Programs that share a row: many where rows are few or wide. No token depends on it."""
+    cluster = 8 if rows <= 4 else 4 if rows <= 32 else 2
+    while cluster < 8 and _logits(width, cluster) > MOST_LOGITS:
+        cluster *= 2
+    return cluster
+
+
+def _logits(width: int, cluster: int) -> int:
+    """Of a thread."""
+    return -(-width // (cluster * THREADS))
+
+
+def source_and_defines(width: int, cluster: int) -> tuple[str, dict[str, int]]:
+    return nvrtc.source("sample_sm90.cu"), {"OUT": 0, "WIDTH": width, "CLUSTER": cluster}
+
+
+@functools.cache
+def kernel(width: int, cluster: int, device: int) -> ctypes.c_void_p:
+    code = nvrtc.machine_code(*source_and_defines(width, cluster))
+    return nvrtc.load(code, "draw", 4 * THREADS * _logits(width, cluster), device)
+
+
+def refusal(logits: Tensor) -> str | None:
+    """Why these logits are not for the kernel, or None."""
+    if logits.dtype != torch.float32 or not 0 < logits.shape[1] <= MOST_TOKENS:
+        return f"wants float32 logits of up to {MOST_TOKENS} tokens"
+    return nvrtc.refusal(logits.device)
+
+
+def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
+    """float32 [S, V] and fields of `engine.sampler.Draws` (contiguous) -> int64 [S], -1 where the largest logit is no finite
+    number."""
+    out, logits = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.contiguous()
+    if len(logits):
+        rows, width = logits.shape
+        cluster = cluster_for(rows, width)
+        arguments = Arguments(*(tensor.data_ptr() for tensor in (logits, temperature, top_p, min_p, top_k, keys, out)))
+        shared_bytes = 4 * THREADS * _logits(width, cluster)
+        found = kernel(width, cluster, logits.device.index)
+        nvrtc.launch(found, cluster * rows, THREADS, shared_bytes, cluster, (arguments,), logits.device)
+    return out
