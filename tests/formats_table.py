@@ -1,4 +1,4 @@
-"""`python tests/formats_table.py [CHECKPOINTS]`: the README's table of formats, from running each checkpoint that is there.
+"""`python tests/formats_table.py [CHECKPOINTS]`: the table of docs/formats.md, from running each checkpoint that is there.
 
 reads: every quantized linear is bit for bit what its tool means (position-weighted sums of all rows and columns). logits: the
 whole model against the tool's own. writes: the same values come back from the formats named. serves: the engine generates.

@@ -25,7 +25,7 @@ from nybble.engine.request import Request
 from nybble.engine.scheduler import Plan
 from nybble.formats.spec import KV
 from nybble.kernels.types import Step
-from nybble.models import Decoder, dummy_model, forward_window
+from nybble.models import SHAPES, Decoder, dummy_model, forward_window
 
 
 def greedy(**changes: object) -> SamplingParams:
@@ -560,3 +560,12 @@ def test_the_offline_benchmark_reports_what_it_did(model: Decoder, tmp_path: Pat
     assert line["gpu_busy"] is None
     assert line["command"].endswith("--longest 64 --prefill-interval 2")
     assert json.loads((tmp_path / "lines").read_text()) == line
+
+
+def test_the_offline_benchmark_gives_random_weights_the_positions_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    tiny = SHAPES["llama-3-8b"] | sizes | {"num_key_value_heads": 1, "max_position_embeddings": 80}
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
+    lengths = {"requests": 3, "concurrency": 2, "input_mean": 150.0, "output_mean": 6.0, "longest": 200}
+    line = json.loads(offline.run("tiny", dummy=True, scheme="w4a8+w8a8", device="cpu", **lengths))
+    assert (line["in_tok"], line["out_tok"], line["scheme"]) == (450, 18, "w4a8+w8a8")

@@ -16,9 +16,10 @@ import torch
 from sass import assemble, have_nvrtc, loop_of_products, overwritten_in_flight
 
 from nybble.bench.kernels import MODELS
+from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import SCHEMES
-from nybble.kernels import linear_hopper, nvrtc
-from nybble.kernels.linear_hopper import GROUPED, PER_CHANNEL, Tile
+from nybble.kernels import compile_cuda, linear_hopper, nvrtc
+from nybble.kernels.linear_hopper import GROUPED, PER_CHANNEL, ROUNDED, Tile
 from nybble.kernels.linear_triton import pack_nibbles
 from nybble.kernels.registry import LinearShape
 
@@ -44,6 +45,16 @@ def test_a_thread_finds_its_operands_of_two_products_in_16_bytes() -> None:
             assert torch.equal(four >> 4, codes[row, channel + 64 : channel + 68])
 
 
+def test_the_form_goes_by_what_the_group_scales_are() -> None:
+    """Whole ones multiply bytes; float16 ones are rounded as QQQ rounds, unless a byte saturates or float16 is too narrow."""
+    spec = SCHEMES["w4a8_qqq_g128"].weight
+    assert spec is not None
+    codes, over = torch.full((2, 200), -8, dtype=torch.int8), torch.ones(2, 1)
+    for scale, mode in ((16.0, GROUPED), (0.0, GROUPED), (2.5, ROUNDED), (16.0625, ROUNDED), (17.0, None), (2.5002, None)):
+        assert linear_hopper.mode_of(QTensor(spec, codes, torch.full((2, 2), scale), None, over)) == mode, scale
+    assert linear_hopper.mode_of(QTensor(SCHEMES["w4a8"].weight, codes, over)) == PER_CHANNEL
+
+
 def test_refuses_with_a_reason() -> None:
     cpu = torch.device("cpu")
     for name, reason in (("w4a8", "Hopper GPU"), ("w8a8", "int4"), ("w4a8_g128", "int8 grid"), ("w4a16", "int8 activations")):
@@ -53,24 +64,31 @@ def test_refuses_with_a_reason() -> None:
 
 
 SHAPES = [shape for model in MODELS.values() for _, *shape in model]
-IN_USE = sorted({linear_hopper.tile_for(tokens, *shape) for tokens in (*range(1, 400), 1024, 4096) for shape in SHAPES})
+BATCHES = (*range(1, 400), 512, 1024, 4096)
+MODES = (PER_CHANNEL, GROUPED, ROUNDED)
+IN_USE = sorted({linear_hopper.tile_for(m, *shape, 132, mode) for m in BATCHES for shape in SHAPES for mode in MODES})
 KINDS = list({(tile.warp, tile.row_tiles, tile.stream): tile for tile in IN_USE}.values())  # the largest of each kind
-CASES = [*((tile, PER_CHANNEL) for tile in KINDS), (KINDS[0], GROUPED), (KINDS[-1], GROUPED)]
+CASES = [
+    *((tile, PER_CHANNEL) for tile in KINDS),
+    *((tile, mode) for tile in (KINDS[0], KINDS[-1]) for mode in (GROUPED, ROUNDED)),
+]
 
 
-@pytest.mark.parametrize(("tile", "mode"), [(tile, mode) for tile in IN_USE for mode in (PER_CHANNEL, GROUPED)])
+@pytest.mark.parametrize(("tile", "mode"), [(tile, mode) for tile in IN_USE for mode in MODES])
 def test_shared_memory_holds_the_stages(tile: Tile, mode: int) -> None:
     stages, size = linear_hopper.shared_memory(tile, mode)
     assert stages >= 3
+    assert 0 < linear_hopper.source_and_defines(tile, mode, 0)[1]["AHEAD"] <= stages
     assert size <= 227 * 1024  # the most a program may ask for on sm_90
     assert tile.resident * (size + 1024) <= 228 * 1024  # what a processor has, 1 KiB a program reserved
 
 
 @pytest.mark.parametrize(("tile", "mode"), CASES, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else str(v))
 def test_machine_code(tile: Tile, mode: int, tmp_path: Path) -> None:
-    lines = assemble(*linear_hopper.source_and_defines(tile, mode, 0, False), tmp_path)
+    lines = assemble(*linear_hopper.source_and_defines(tile, mode, 0), tmp_path)
     body = loop_of_products(lines)
-    assert not [line for line in body if re.match(r"(@\S+ )?(STL|LDL|STS|PRMT)\b", line)]
+    unwanted = ("STL", "LDL", "STS", *(("PRMT",) if mode != ROUNDED else ()))
+    assert not [line for line in body if re.match(rf"(@\S+ )?({'|'.join(unwanted)})\b", line)]
     products = [line for line in body if "MMA." in line]
     if tile.warp:
         assert len(products) == 4 * tile.row_tiles * tile.tokens // 8  # 128 channels, 32 at a time: none is issued twice
@@ -83,7 +101,8 @@ def test_machine_code(tile: Tile, mode: int, tmp_path: Path) -> None:
         assert overwritten_in_flight(body) == []
     words = 16 * tile.row_tiles // 2  # packed words a thread unpacks per step
     logic = sum(len(re.findall(r"\bLOP3", line)) for line in body)
-    assert logic <= {PER_CHANNEL: 2, GROUPED: 4}[mode] * words + 24  # the rest are addresses and phases
+    assert logic <= {PER_CHANNEL: 2, GROUPED: 4, ROUNDED: 4}[mode] * words + 24  # the rest are addresses and phases
+    assert sum("HFMA2" in line for line in body) == (8 * words if mode == ROUNDED else 0)
 
 
 def test_the_check_for_overwritten_operands_can_fail() -> None:
@@ -104,6 +123,20 @@ def test_a_compiler_error_is_shown_and_nothing_is_kept(tmp_path: Path, monkeypat
     (kept,) = tmp_path.rglob("*.cubin")
     assert kept.read_bytes() == first == nvrtc.machine_code(source, {"VALUE": 3})
     assert nvrtc.machine_code(source, {"VALUE": 4}) != first
+
+
+def test_another_process_compiles_ahead_and_failing_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not have_nvrtc():
+        pytest.skip("no libnvrtc here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = 'extern "C" __global__ void kernel(int* p) { *p = VALUE; }'
+    here = nvrtc.machine_code(source, {"VALUE": 5})
+    (kept,) = tmp_path.rglob("*.cubin")
+    kept.unlink()
+    nvrtc.compile_ahead([(source, {"VALUE": 5}), ("nonsense", {})])
+    monkeypatch.setattr(compile_cuda, "compile_cuda", lambda *_: b"compiled here")
+    assert nvrtc.machine_code(source, {"VALUE": 5}) == here
+    assert nvrtc.machine_code("nonsense", {}) == b"compiled here"
 
 
 def test_structures_are_the_drivers() -> None:

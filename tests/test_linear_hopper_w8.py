@@ -17,14 +17,14 @@ from sass import SPILL, assemble, disassemble
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT8, PER_TOKEN_FP8, PER_TOKEN_INT8, SCHEMES, Spec, scheme_of
 from nybble.kernels import linear_hopper_w8, nvrtc
-from nybble.kernels.linear_hopper_w8 import BLOCKS, FLOAT, INTEGER, NARROW, WIDE, Tile, tile_for, with_pieces
+from nybble.kernels.linear_hopper_w8 import BLOCKS, EVEN_BLOCKS, FLOAT, INTEGER, NARROW, WIDE, Tile, plan
 from nybble.kernels.registry import LinearShape
 
 CPU = torch.device("cpu")
-KINDS = (INTEGER, FLOAT, BLOCKS)
-IN_USE = sorted({(with_pieces(row[-1], kind), kind) for kind in KINDS for row in (*NARROW[kind], *zip(WIDE[kind]))})
+KINDS = (INTEGER, FLOAT, BLOCKS, EVEN_BLOCKS)
+IN_USE = sorted({(row[-1], kind) for kind in KINDS for row in (*NARROW[kind], *zip(WIDE[kind]))})
 # the largest of each form
-CASES = list({(tile.warpgroups, tile.staged, tile.tokens > 64, tile.piece, kind): (tile, kind)
+CASES = list({(tile.warpgroups, tile.staged, tile.tokens > 64, tile.turned, kind): (tile, kind)
               for tile, kind in IN_USE}.values())  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_packing_pads_with_zeros_and_keeps_each_rows_scale() -> None:
     block = QTensor(Spec(FP8, (128, 128)), torch.zeros(300, 200).to(torch.float8_e4m3fn), torch.arange(6.0).view(3, 2))
     act = Spec(FP8, (1, 128), dynamic=True)
     packed = linear_hopper_w8._pack(block, LinearShape(scheme_of(block.spec, act), 300, 200, CPU, torch.bfloat16))
-    assert packed.kind == BLOCKS
+    assert packed.kind == EVEN_BLOCKS
     assert packed.scale[:, [0, 127, 128, 255, 256, 299]].tolist() == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3, 5, 5]]
 
 
@@ -83,14 +83,28 @@ def test_refuses_with_a_reason(weight: Spec, act: Spec, k: int, reason: str) -> 
     assert reason in (kernel.accepts(shape) or "")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [5120, 15360, 27648, 6144, 57344, 1003])
+def test_a_plan_covers_every_row_once(kind: int, rows: int) -> None:
+    for tokens in (1, 16, 17, 65, 128, 129, 160, 256, 384, 512, 768, 1024, 2048, 4096, 20000):
+        launches = plan(kind, tokens, rows, 132)
+        ends = [launch.first + launch.rows for launch in launches]
+        assert [launch.first for launch in launches] == [0, *ends[:-1]]
+        assert ends[-1] == rows
+        for launch in launches:
+            assert launch.rows > 0
+            assert launch.first % launch.tile.rows == 0
+            assert max(part.tile.tokens for part in launches) % launch.tile.tokens == 0 or kind < BLOCKS  # one stride of scales
+
+
 @pytest.mark.parametrize(
     ("kind", "tokens", "rows", "best"),
-    [(INTEGER, 4096, 15360, 256), (INTEGER, 512, 27648, 176), (INTEGER, 512, 15360, 256), (INTEGER, 1024, 5120, 176),
-     (INTEGER, 256, 5120, 128), (INTEGER, 256, 15360, 256), (FLOAT, 1024, 15360, 176), (FLOAT, 4096, 5120, 160)],
+    [(INTEGER, 512, 15360, [256]), (INTEGER, 1024, 5120, [176]), (INTEGER, 1024, 15360, [256, 176]), (FLOAT, 4096, 5120, [256]),
+     (EVEN_BLOCKS, 256, 5120, [128]), (EVEN_BLOCKS, 512, 5120, [256]), (EVEN_BLOCKS, 1024, 5120, [256, 128])],
 )  # fmt: skip
-def test_wide_tiles_are_the_sweeps_best(kind: int, tokens: int, rows: int, best: int) -> None:
+def test_wide_tiles_are_the_sweeps_best(kind: int, tokens: int, rows: int, best: list[int]) -> None:
     """Measured on an H200, which has 132 processors."""
-    assert tile_for(kind, tokens, rows, 132).tokens == best
+    assert [launch.tile.tokens for launch in plan(kind, tokens, rows, 132)] == best
 
 
 @pytest.mark.parametrize(("tile", "kind"), IN_USE)
@@ -123,7 +137,7 @@ def test_machine_code(tile: Tile, kind: int, tmp_path: Path) -> None:
     lines = compiled(tile, kind, tmp_path)
     products = [line for line in lines if "GMMA.64x" in line]
     name = "IGMMA" if kind == INTEGER else "QGMMA"
-    width = tile.piece if kind == BLOCKS else tile.tokens
+    width = tile.turned or tile.tokens
     assert products
     assert all(re.search(rf"{name}\.64x{width}x32\S* R\d+, gdesc", line) for line in products)
     assert not [line for line in lines if SPILL.match(line)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import make_tiny, token_ids
 
-from nybble import LLM, SamplingParams, pipeline
+from nybble import LLM, Grammar, SamplingParams, pipeline
 from nybble.quantize import Recipe, quantize_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -225,3 +226,10 @@ def test_bad_prompts_are_named_and_the_engine_goes_on(llm, prompts, params, says
     assert llm.generate([], GREEDY) == []
     assert llm.generate("still there", greedy(max_tokens=2)).finish_reason == "length"
     assert all_free(llm)
+
+
+def test_a_grammar_without_llguidance_says_what_to_install(exact, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'nybble\[grammar\]' \(grammar\)"):
+        exact.generate("a", SamplingParams(grammar=Grammar("regex", "[a-c]+, not seen before")))
+    assert all_free(exact)

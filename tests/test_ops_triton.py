@@ -368,7 +368,7 @@ def compile_attention(target: str, form: str, kind: str, dim: int = 128, sets: i
     tiles, early = kernels.decode_tiles(dim, 16 if whole else 4 if kind == "int4" else 8), target in ("sm_90", "sm_100")
     constants = shape | {"GROUP": 4, "UNITS": units, "LANES": max(16, triton.next_power_of_2(units)), "ASM": target != "gfx942",
                          "SPLIT": tiles.split, "LEVELS": tiles.levels, "TILE": tiles.tile, "STAGES": tiles.stages,
-                         "DIRECT": False, "ROWS": 16 if target == "gfx942" else 8, "PDL": early, "FETCH": 2 if early else 0}
+                         "DIRECT": False, "ROWS": 16 if target == "gfx942" else 8, "PDL": early}
     return compile_for(target, kernels._decode, ["*bf16", *caches, "*bf16", "*fp32", "*fp32"], constants, tiles.warps)
 
 

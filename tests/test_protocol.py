@@ -14,6 +14,7 @@ from nybble.engine.core import Engine
 from nybble.engine.messages import Delta, SamplingParams, Submit, TokenLogprob
 from nybble.serve.protocol import ChatRequest, CompletionRequest, Message, RequestError, decode, neutral_values
 from nybble.serve.stream import TextStream
+from nybble.serve.tools import FORMATS, ToolText
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ANY_JSON = st.recursive(
@@ -78,7 +79,7 @@ def test_the_first_complete_stop_string_wins():
 
 
 @pytest.mark.parametrize(("kind", "base", "fields"), [
-    (ChatRequest, CHAT, {"tools", "response_format", "logit_bias", "store"}),
+    (ChatRequest, CHAT, {"functions", "logit_bias", "store"}),
     (CompletionRequest, {"model": "m", "prompt": "x"}, {"best_of", "suffix", "logit_bias"})])
 def test_unsupported_fields_take_only_their_neutral_values(kind, base, fields):
     assert fields <= neutral_values(kind).keys()
@@ -93,14 +94,63 @@ def test_unsupported_fields_take_only_their_neutral_values(kind, base, fields):
 
 
 def test_message_fields_that_clients_send_back():
-    assert {"refusal", "tool_calls"} < neutral_values(Message).keys()
+    assert {"refusal", "audio"} < neutral_values(Message).keys()
     for name in neutral_values(Message):
         turn = {"role": "assistant", "content": "a", name: None}
         decode(ChatRequest, json.dumps(CHAT | {"messages": [turn]}).encode()).params()
         with pytest.raises(RequestError) as caught:
             decode(ChatRequest, json.dumps(CHAT | {"messages": [turn | {name: "x"}]}).encode()).params()
         assert caught.value.error["param"] == f"messages[0].{name}"
-    assert decode(Message, b'{"role":"developer","content":"x"}').rendered() == {"role": "system", "content": "x"}
+    assert decode(Message, b'{"role":"developer","content":"x"}').rendered({}) == {"role": "system", "content": "x"}
+
+
+CALLS = [
+    # What publishers show: Hermes-2-Pro's card, Qwen2.5's documentation, Mistral-7B-Instruct-v0.3, Llama 3.1's documentation.
+    ("Hermes and Qwen", '<tool_call>\n{"arguments": {"symbol": "TSLA"}, "name": "get_stock_fundamentals"}\n</tool_call>', "",
+     [("get_stock_fundamentals", {"symbol": "TSLA"})]),
+    ("Hermes and Qwen", '<tool_call>\n{"name": "get_current_temperature", "arguments": {"location": "San Francisco"}}\n'
+     '</tool_call>\n<tool_call>\n{"name": "get_temperature_date", "arguments": {"location": "San Francisco", "date": '
+     '"2024-10-01"}}\n</tool_call>', "", [("get_current_temperature", {"location": "San Francisco"}),
+                                          ("get_temperature_date", {"location": "San Francisco", "date": "2024-10-01"})]),
+    ("Mistral", '[TOOL_CALLS] [{"name": "get_current_weather", "arguments": {"location": "Paris", "format": "celsius"}}]', "",
+     [("get_current_weather", {"location": "Paris", "format": "celsius"})]),
+    ("Llama 3", '{"name": "get_current_conditions", "parameters": {"location": "San Francisco, CA", "unit": "Fahrenheit"}}', "",
+     [("get_current_conditions", {"location": "San Francisco, CA", "unit": "Fahrenheit"})]),
+    ("Llama 3", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+    # Calls beside text, and what only looks like one.
+    ("Hermes and Qwen", 'a < b\n<tool_call>{"name": "f", "arguments": {"a": [{"b": "}"}]}}</tool_call>\n\nSo: <tool',
+     "a < b\nSo: <tool",
+     [("f", {"a": [{"b": "}"}]})]),
+    ("Hermes and Qwen", "<tool_call>\nf(1)\n</tool_call> no", "<tool_call>\nf(1)\n</tool_call> no", []),
+    ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": {"a": 1', '<tool_call>{"name": "f", "arguments": {"a": 1', []),
+    ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", {})]),
+    ("Mistral", "see [TOOL_CALLS] of [1, 2]", "see [TOOL_CALLS] of [1, 2]", []),
+    ("Mistral", '[TOOL_CALLS][{"x": 1}]', '[TOOL_CALLS][{"x": 1}]', []),
+    ("Llama 3", "Hello {x}", "Hello {x}", []),
+    ("Llama 3", '{"name": "Bob", "age": 3} is he', '{"name": "Bob", "age": 3} is he', []),
+    ("Llama 3", '[1, 2, {"name": "f"', '[1, 2, {"name": "f"', []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_tool_calls_however_the_text_is_cut(form, text, content, calls, data):
+    reader, at, got, found = ToolText(FORMATS[form]), 0, "", []
+    while at < len(text):
+        size = data.draw(st.integers(1, len(text)))
+        new, more = reader.push(text[at : at + size], final=at + size >= len(text))
+        at, got, found = at + size, got + new, found + more
+        assert content.startswith(got)
+    assert got == content
+    assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in found] == calls
+    assert [one["index"] for one in found] == list(range(len(calls)))
+
+
+def test_a_call_nested_too_deeply_is_text():
+    for middle in ("[" * 99_999, "[" * 99_999 + "]" * 99_999):
+        text = '{"name": "f", "parameters": {"a": ' + middle + "}}"
+        assert ToolText(FORMATS["Llama 3"]).push(text, final=True) == (text, [])
 
 
 @pytest.mark.parametrize(("kind", "base"), [(ChatRequest, CHAT), (CompletionRequest, {"model": "m", "prompt": "x"})])

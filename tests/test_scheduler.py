@@ -239,7 +239,18 @@ def test_the_latest_arrival_is_preempted_and_computed_again_as_prompt_then_singl
     assert len(again) == 1
     rows = [(s, c) for r, s, c in zip(again[0].requests, again[0].starts, again[0].counts) if r is second]
     assert rows[-1] == (0, 2)
-    assert [(p, 1) for p in range(2, 2 + len(rows) - 1)] == rows[:-1]
+    assert [(p, 1) for p in range(2, 2 + len(rows) - 1)] == sorted(rows[:-1])
+
+
+def test_rows_that_generate_come_with_the_longest_context_first() -> None:
+    scheduler = Scheduler(Limits(64, SIZE, 4, 64))
+    for length in (5, 20, 3, 12):
+        scheduler.add(request(str(length), [length] * length, 3))
+    prompts, *steps = drain(scheduler)
+    assert prompts.counts == [5, 20, 3, 12], "prompts in order of arrival"
+    for step, plan in enumerate(steps):
+        assert plan.starts == [20 + step, 12 + step, 5 + step, 3 + step]
+        assert [r.request_id for r in plan.requests] == ["20", "12", "5", "3"]
 
 
 def test_a_prompt_is_cut_to_the_budget_beside_running_requests() -> None:
@@ -252,6 +263,24 @@ def test_a_prompt_is_cut_to_the_budget_beside_running_requests() -> None:
     whole.add(request("short", [1] * 3, 20))
     whole.add(request("long", [2] * 20, 1))
     assert [p.counts for p in drain(whole)[:2]] == [[3], [1, 20]]
+
+
+def test_few_prompt_tokens_wait_for_the_interval_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nybble.engine.scheduler.WORTH_A_STEP", 20)
+    for lengths, waited in (([10], 4), ([10, 9], 4), ([20], 0), ([10, 10], 0), ([5, 5, 30], 4)):  # of the last, two find a slot
+        scheduler = Scheduler(Limits(64, SIZE, 4, 64, prefix_caching=False, prefill_interval=5))
+        device = Device(scheduler)
+        for name in "ab":
+            scheduler.add(request(name, [1] * 3, 40))
+        commit(scheduler, device.run(scheduler.plan()))
+        for length in lengths:
+            scheduler.add(request(str(length), [2] * length, 1))
+        for step in range(5):
+            plan = scheduler.plan()
+            commit(scheduler, device.run(plan))
+            assert plan.counts[2:] == (lengths[:2] if step == waited else [])
+            if step == waited:
+                break
 
 
 def test_requests_in_one_step_share_the_prefix_that_one_of_them_computes() -> None:

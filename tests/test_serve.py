@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 import uvicorn
@@ -37,19 +38,20 @@ TEMPLATE = ("{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|
             "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}{% if shout %}LOUD {% endif %}")
 
 
-def byte_tokenizer(folder: Path) -> Path:
+def byte_tokenizer(folder: Path, template: str = TEMPLATE, *more_special: str) -> Path:
     """A tokenizer folder whose ids are bytes: GPT-2's byte alphabet, no merges, three special tokens."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in shown]
     vocab = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
     special = [{"id": i, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False} for i, text in ((END, "<|end|>"), (START, "<|start|>"), (BOS, "<s>"))]
+                "normalized": False} for i, text in ((END, "<|end|>"), (START, "<|start|>"), (BOS, "<s>"),
+                                                                           *enumerate(more_special, BOS + 1))]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     (folder / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": special, "normalizer": None, "pre_tokenizer": level, "post_processor": None,
         "decoder": level, "model": {"type": "BPE", "vocab": vocab, "merges": []}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({
-        "chat_template": TEMPLATE, "eos_token": "<|end|>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}))
+        "chat_template": template, "eos_token": "<|end|>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": END, "bos_token_id": BOS, "vocab_size": 259}))
     return folder
 
@@ -93,7 +95,7 @@ class ScriptedEngine:
                 del self.held[request_id]
 
     async def _deltas(self, request_id, token_ids, params):
-        answer = list(ANSWER.encode())
+        answer = getattr(self, "answer", list(ANSWER.encode()))
         text = bytes(i if i < 256 else 0 for i in token_ids)
         if b"echo:" in text:
             answer = list(text.split(b"echo:")[1].split(b"\0")[0])
@@ -344,7 +346,7 @@ BAD = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"), ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 3}, "logprobs"),
     ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"), ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"), ({"store": True}, "store"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -358,8 +360,18 @@ BAD = [
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"model": 3}, "model"), ({"model": None}, "model"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    ({"model": 3}, "model"), ({"model": None}, "model"), ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+    ({"guided_choice": [1]}, "guided_choice[0]"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"), ({"guided_grammar": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"), ({"tool_choice": "must"}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "name": "ann"}]}, "messages[0].name"),
+    *(({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {
+        "name": "f", "arguments": arguments}}]}]}, "messages[0].tool_calls[0].function.arguments")
+      for arguments in ("[]", "{", '{"a":' * 2000 + "1" + "}" * 2000)),
 ]
 
 
@@ -380,6 +392,118 @@ def test_neutral_fields_are_accepted(engine, client):
     assert answer.choices[0].message.content == ANSWER
     text = client.completions.create(model="scripted", prompt="a", best_of=1, suffix=None).choices[0].text
     assert text.encode() == ANSWER.encode()[:16]
+
+
+def test_structured_output_reaches_the_engine(engine, client, url):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for asked, kind, text, field in (
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}},
+         "json_schema", schema, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}, "response_format"),
+        ({"guided_json": schema}, "json_schema", schema, "guided_json"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"], "guided_choice"),
+        ({"structured_outputs": {"regex": '"a+"'}}, "regex", '"a+"', "structured_outputs.regex"),
+        ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"', "guided_grammar")):
+        chat(client, extra_body=asked)
+        found = engine.params[-1].grammar
+        assert (found.kind, text if kind in ("regex", "lark") else json.loads(found.text), found.field) == (kind, text, field)
+        assert kind not in ("regex", "lark") or found.text == text
+    client.completions.create(model="scripted", prompt="a", extra_body={"guided_regex": "b"})
+    assert engine.params[-1].grammar.text == "b"
+    assert chat(client, response_format={"type": "text"}).choices[0].message.content == ANSWER
+    assert engine.params[-1].grammar is None
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "now", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+TOOLS_TEMPLATE = ("{% if tools %}{{ tools | tojson }}FORMAT{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n"
+                  "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}("
+                  "{{ call.function.arguments | tojson }})#{{ call.id }}{% endfor %}"
+                  "{% if m.tool_call_id %}{{ m.name }}#{{ m.tool_call_id }}{% endif %}<|end|>{% endfor %}")
+TWO = [("get_weather", {"city": "Zürich"}), ("get_time", {})]
+# What templates teach, and an answer as the model's publisher shows it: text before the calls, and two of them.
+HERMES = ("<tool_call>", 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+          '<tool_call>\n{"arguments": {}, "name": "get_time"}\n</tool_call>', "I look.\n")
+MISTRAL = ("[TOOL_CALLS]", 'I look.[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich"}}, '
+           '{"name": "get_time", "arguments": {}}]', "I look.")
+LLAMA = ('"parameters": dictionary of argument name and its value',
+         '{"name": "get_weather", "parameters": {"city": "Zürich"}}; {"name": "get_time", "parameters": {}}', "")
+
+
+@pytest.fixture(scope="module", params=[HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
+def caller(request, tmp_path_factory):
+    """(engine, client, an answer with two calls, the text before them) of a model that knows tools."""
+    phrase, answer, before = request.param
+    special = ["[TOOL_CALLS]"] if phrase == "[TOOL_CALLS]" else []
+    template = TOOLS_TEMPLATE.replace("FORMAT", phrase)
+    tokenizer = load_tokenizer(byte_tokenizer(tmp_path_factory.mktemp("tools"), template, *special))
+    engine = ScriptedEngine()
+    # Where the mark is a special token, the model writes that.
+    engine.answer = tokenizer.encode(answer, add_special=False)
+    info = msgspec.structs.replace(asyncio.run(engine.info()), max_context=2048)
+    with serving(create_app(engine, tokenizer, info)) as (url, _):
+        yield engine, openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0), answer, before
+
+
+def called(calls):
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("per_delta", [1, 7, 1000])
+def test_tool_calls(caller, per_delta):
+    engine, client, answer, before = caller
+    engine.per_delta = per_delta
+    whole = chat(client, tools=[WEATHER, TIME], n=2)
+    for choice in whole.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", before or None)
+        assert called(choice.message.tool_calls) == TWO
+        assert {call.type for call in choice.message.tool_calls} == {"function"}
+    ids = [call.id for choice in whole.choices for call in choice.message.tool_calls]
+    assert len(set(ids)) == 4
+    assert all(re.fullmatch("[a-z0-9]{9}", one) for one in ids)
+    text, calls, reasons = "", [], []
+    for chunk in chat(client, tools=[WEATHER, TIME], stream=True):
+        text += chunk.choices[0].delta.content or ""
+        calls += chunk.choices[0].delta.tool_calls or []
+        reasons += [chunk.choices[0].finish_reason] * bool(chunk.choices[0].finish_reason)
+    assert (text, [call.index for call in calls], reasons) == (before, [0, 1], ["tool_calls"])
+    assert called(calls) == TWO
+    cut = chat(client, tools=[WEATHER], max_tokens=len(before.encode()) + 20)  # no call was complete: it is text
+    assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
+    assert answer.startswith(cut.choices[0].message.content)
+
+
+def test_tools_and_their_answers_in_the_prompt(caller):
+    engine, client, *_ = caller
+    asked = chat(client, tools=[WEATHER, TIME]).choices[0].message
+    turns = [{"role": "user", "content": "hi"}, asked.model_dump(),
+             {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "sunny"}]
+    client.chat.completions.create(model="scripted", messages=turns, tools=[WEATHER, TIME])
+    text = bytes(i if i < 256 else 0 for i in engine.prompts[-1]).decode()
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+    filled = {"type": "function", "function": {"name": "get_time", "description": "", "parameters": empty}}
+    assert json.dumps([WEATHER, filled]) in text
+    assert f'get_weather({{"city": "Zürich"}})#{asked.tool_calls[0].id}' in text
+    assert f"tool\nsunnyget_weather#{asked.tool_calls[0].id}" in text
+    none = chat(client, tools=[WEATHER], tool_choice="none").choices[0]
+    assert (none.finish_reason, none.message.tool_calls) == ("stop", None)
+    assert b"get_weather" not in bytes(i for i in engine.prompts[-1] if i < 256)
+
+
+def test_tools_that_cannot_be_had(caller, engine, url):
+    _, client, *_ = caller
+    for more, param in (({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+                        ({"tools": [WEATHER, WEATHER]}, "tools"),
+                        ({"response_format": {"type": "json_object"}}, "response_format"),
+                        ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "tool_choice")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, **{"tools": [WEATHER, TIME]} | more)
+        assert caught.value.param == param
+    plain = httpx.post(url + "/v1/chat/completions", json={"model": "scripted", "tools": [WEATHER],
+                                                            "messages": [{"role": "user", "content": "x"}]})
+    assert (plain.status_code, plain.json()["error"]["param"]) == (400, "tools")
+    assert "chat template has no tools" in plain.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("body", "param"), [
@@ -443,9 +567,9 @@ def test_routes(engine, client, url):
     schemas = httpx.get(url + "/openapi.json").json()["components"]["schemas"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
     assert "top_k" in schemas["CompletionRequest"]["properties"]
-    assert schemas["ChatRequest"]["properties"]["response_format"]["enum"] == [None, {"type": "text"}]
-    role = httpx.post(url + "/v1/chat/completions", json={"model": "scripted", "messages": [{"role": "tool", "content": "x"}]})
-    assert role.json()["error"]["message"].endswith("'tool': wants system, developer, user, assistant")
+    assert schemas["ChatRequest"]["properties"]["store"]["enum"] == [None, False]
+    role = httpx.post(url + "/v1/chat/completions", json={"model": "scripted", "messages": [{"role": "king", "content": "x"}]})
+    assert role.json()["error"]["message"].endswith("'king': wants system, developer, user, assistant, tool")
 
 
 def test_metrics(engine, client, url):

@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Response", "SamplingParams", "pipeline"]
+__all__ = ["LLM", "Grammar", "Response", "SamplingParams", "pipeline"]
 
 if TYPE_CHECKING:
-    from nybble.engine.messages import SamplingParams
+    from nybble.engine.messages import Grammar, SamplingParams
     from nybble.llm import LLM, Response, pipeline
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SamplingParams":
-        from nybble.engine.messages import SamplingParams
+    if name in ("Grammar", "SamplingParams"):
+        from nybble.engine import messages
 
-        return SamplingParams
+        return getattr(messages, name)
     if name in __all__:
         from nybble import llm
 

@@ -4,11 +4,12 @@ so that `nybble --help` is instant.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -40,6 +41,7 @@ KvMemory = Annotated[float | None, about(
     "Bytes for the KV cache (above 1), or the fraction of the device everything together may use (up to 1).")]
 Activations = Annotated[Literal["int8"] | None, about(
     "int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.")]
+TensorParallel = Annotated[int | None, about("GPUs of this machine that share the model (processes, on a CPU).")]
 Device = Annotated[str, about("auto, cpu, cuda, cuda:N.")]
 Output = Annotated[Path, Parameter(name=["--output", "-o"])]
 
@@ -83,6 +85,9 @@ def quantize(
     online_hadamard: Annotated[bool | None, about(
         """Turn the inputs of down projections at run time too, where outliers are largest. Only Nybble runs the
         result.""")] = None,
+    learn_scales: Annotated[int | None, about(
+        """Passes over the calibration text that tune each layer's scales and norms towards the 16-bit layer's output once its
+        codes are fixed; 0 (default) is none.""")] = None,
     head: Annotated[Literal["16bit", "w8a8"] | None, about("Precision of the logits' weights.")] = None,
     seed: Annotated[int | None, about("Of everything random (rotation signs, the choice of calibration windows).")] = None,
     device: Device = "auto",
@@ -97,16 +102,18 @@ def quantize(
     chosen = chosen.with_options(scheme=scheme, group=channels, method=method,
                                  transform=transform, samples=samples, sequence_length=sequence_length, seed=seed, bits=bits,
                                  true_activations=true_activations, group_scales=group_scales,
-                                 static_activations=static_activations, online_hadamard=online_hadamard, head=head)
+                                 static_activations=static_activations, online_hadamard=online_hadamard, head=head,
+                                 learn_scales=learn_scales)
     if group not in (None, "channel") and not chosen.spec.group:
         raise ValueError(f"group = {group}: {chosen.scheme} has one scale per channel; leave --group out")
     if (format == "tgi" or kv_per == "head") and kv != "fp8":
         raise ValueError(f"kv = {kv}: --format tgi and --kv-per head are about FP8 KV scales and go with --kv fp8")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
     with progress_bars() as progress:
         try:
             report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device,
                                          progress=progress)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             print(f"nybble: stopped; the same command goes on with the layers that {output}.resume has", file=sys.stderr)
             raise
         if kv == "fp8":
@@ -152,6 +159,7 @@ def chat(
     top_p: Annotated[float, about("Sample from the smallest set with this probability.")] = 0.95,
     kv: Kv = "auto",
     activations: Activations = None,
+    tensor_parallel: TensorParallel = None,
     device: Device = "auto",
 ) -> None:
     """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation."""
@@ -160,7 +168,7 @@ def chat(
     from nybble.engine.messages import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    llm = open_llm(model, kv=kv, device=device, activations=activations)
+    llm = open_llm(model, kv=kv, device=device, activations=activations, tensor_parallel=tensor_parallel or 1)
     if not llm.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; `nybble generate` completes plain text")
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -203,6 +211,7 @@ def serve(
     max_context: Annotated[int | None, about("Longest prompt plus answer; default: the model's.")] = None,
     prefix_caching: Annotated[bool, about("Keep finished prompts' blocks and share them.")] = True,
     activations: Activations = None,
+    tensor_parallel: TensorParallel = None,
     device: Device = "auto",
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions, /health, /metrics, and a chat page at /."""
@@ -211,7 +220,8 @@ def serve(
     run_server(model, progress=lambda text: print(text, file=sys.stderr, flush=True), host=host, port=port,
                model_name=model_name, api_key=api_key,
                engine=given(kv=kv, kv_memory=kv_memory, max_batch=max_batch, max_batched_tokens=max_batched_tokens,
-                            max_context=max_context, prefix_caching=prefix_caching, activations=activations, device=device))
+                            max_context=max_context, prefix_caching=prefix_caching, activations=activations, device=device,
+                            tensor_parallel=tensor_parallel))
 
 
 @app.command(name="eval")
@@ -235,6 +245,7 @@ def evaluate(
     activations: Annotated[Literal["int8"] | None, about(
         "int8 runs MODEL's weights, made for 16-bit activations (AWQ, GPTQ), with int8 ones.")] = None,
     json: Annotated[Path | None, about("Write everything, the score of each item included, to this file.")] = None,
+    tensor_parallel: TensorParallel = None,
     device: Device = "auto",
 ) -> None:
     """Measure a model on texts and tasks from local files, alone or beside another.
@@ -247,7 +258,8 @@ def evaluate(
     from nybble.text.errors import write_json
 
     asked = ([f"ppl:{ppl}"] if ppl else []) + [task for task in tasks.split(",") if task.strip()]
-    options = {"data": data, "window": window, "max_windows": max_windows, "limit": limit, "shots": shots, "device": device}
+    options = {"data": data, "window": window, "max_windows": max_windows, "limit": limit, "shots": shots, "device": device,
+               "tensor_parallel": tensor_parallel or 1}
     if json is not None:  # before the long work
         if json.is_dir():
             raise ValueError(f"--json {json}: is a directory; wants a file")
@@ -408,7 +420,8 @@ def bench_offline(
     model: Annotated[str, about("A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.")],
     *,
     scheme: Annotated[str | None, about(
-        "With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...); default: w4a8.")] = None,
+        "With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...), or w4a8+w8a8 for W8A8 logits; "
+        "default: w4a8.")] = None,
     kv: Annotated[KvName, about("KV cache type.")] = "int8",
     requests: Annotated[int, about("How many.")] = 1000,
     concurrency: Annotated[int, about("Requests running at once.")] = 128,
@@ -421,6 +434,7 @@ def bench_offline(
     prefill_interval: Annotated[int | None, about(
         "Steps between starts of new prompts while half of the requests generate.")] = None,
     results: Annotated[Path | None, about("Append one JSON line here.")] = None,
+    tensor_parallel: TensorParallel = None,
     device: Device = "auto",
 ) -> None:
     """Throughput of the engine in this process on requests with log-normal lengths, drain included."""
@@ -428,7 +442,8 @@ def bench_offline(
 
     print(run(model, scheme=scheme, kv=kv, requests=requests, concurrency=concurrency, input_mean=input_mean,
               output_mean=output_mean, longest=longest, dummy=dummy, results=results, device=device,
-              **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval)))
+              **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval,
+                      tensor_parallel=tensor_parallel)))
 
 
 bench.command("nybble.bench.serving:command", name="serving", help="""Latency and throughput of a running server (ours, vLLM,
@@ -448,11 +463,11 @@ def given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", activations: str | None = None) -> LLM:
+def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", **engine: Any) -> LLM:
     from nybble.llm import LLM
 
     with progress_bars() as progress:
-        return LLM(model, kv=kv, device=device, progress=progress, activations=activations)
+        return LLM(model, kv=kv, device=device, progress=progress, **engine)
 
 
 def stream_answer(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> str:

@@ -21,7 +21,7 @@ from nybble.models import Decoder, dummy_model
 pytestmark = pytest.mark.gpu
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 1024,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 1024,
     "rope_theta": 1e4, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
@@ -59,9 +59,9 @@ def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("kv", ["int8", "bf16"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "bf16"])
 def test_nothing_about_the_engine_changes_a_token(model: Decoder, kv: str) -> None:
-    base = {"kv": kv, "block_size": 16, "max_batch": 32, "max_batched_tokens": 1024, "num_blocks": 2000}
+    base = {"kv": kv, "block_size": 64, "max_batch": 32, "max_batched_tokens": 1024, "num_blocks": 500}
     plain = {"overlap": False, "graphs": False, "prefix_caching": False}
     alone: dict[str, list[int]] = {}
     engine = Engine(model, EngineConfig(**{**base, **plain, "max_batch": 1}))
@@ -74,6 +74,7 @@ def test_nothing_about_the_engine_changes_a_token(model: Decoder, kv: str) -> No
         {"graphs": False},
         {"chunked_prefill": False},
         {"max_batched_tokens": 100},
+        {"prefill_interval": 5},
         {"num_blocks": 64, "block_size": 16},
     ):
         engine = Engine(model, EngineConfig(**{**base, **changes}))

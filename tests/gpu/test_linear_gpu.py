@@ -177,33 +177,43 @@ HOPPER_TILES = [
     linear_hopper.Tile(128, 2, cluster_k=3),
     linear_hopper.Tile(128, 2, waves=1, order=1),
     linear_hopper.Tile(128, 2, waves=1, order=2, stream=True, lag=2),
+    linear_hopper.Tile(128, 1, False, 3, memory=True, ahead=3),
+    linear_hopper.Tile(176, 1, ahead=3),
+    linear_hopper.Tile(64, 1, False, 2, 2, ahead=6),  # more than the stages that fit beside group scales
+    linear_hopper.Tile(192, 1, False, 2, ahead=1),
+    linear_hopper.Tile(256, 1, waves=1, order=2, stream=True),
 ]
 
 
-def whole_scaled(n: int, k: int) -> QTensor:
-    """Groups that live on the int8 grid exactly: whole scales, the largest and zero among them."""
+def on_the_grid(n: int, k: int, whole: bool) -> QTensor:
+    """Groups on the int8 grid by whole scales, the largest and zero among them; or by float16 ones, among them halves, whose
+    odd multiples lie between two codes."""
     weight = weight_of(SCHEMES["w4a8_qqq_g128"], n, k)
     scale = torch.randint(1, 17, weight.scale.shape, device=CUDA).float()
+    if not whole:
+        scale = (torch.rand_like(scale) * 15.9).half().float()
+        scale[2::3] = scale[2::3].round() - 0.5
     scale[0], scale[1] = 16, 0
     return replace(weight, scale=scale)
 
 
 @HOPPER
 @pytest.mark.parametrize("tile", HOPPER_TILES, ids=lambda tile: "x".join(str(int(v)) for v in tile))
-@pytest.mark.parametrize("name", ["w4a8", "w4a8_qqq_g128"])
+@pytest.mark.parametrize("mode", [linear_hopper.PER_CHANNEL, linear_hopper.GROUPED, linear_hopper.ROUNDED])
 @pytest.mark.parametrize("shape", [(960, 576), (5120, 5120), (200, 1152), (1003, 384)])
-def test_every_hopper_tile_is_bitwise_exact(name: str, tile: linear_hopper.Tile, shape: tuple[int, int]) -> None:
-    n, k = shape
+def test_every_hopper_tile_is_bitwise_exact(mode: int, tile: linear_hopper.Tile, shape: tuple[int, int]) -> None:
+    (n, k), name = shape, "w4a8_qqq_g128" if mode else "w4a8"
     if not whole_groups(name, k):
         pytest.skip("whole groups only")
-    weight = weight_of(SCHEMES[name], n, k) if name == "w4a8" else whole_scaled(n, k)
+    weight = on_the_grid(n, k, mode == linear_hopper.GROUPED) if mode else weight_of(SCHEMES[name], n, k)
     wanted = replace(ask(name, n, k), dtype=torch.float32)
     kernel = linear_hopper.KERNELS[0]
     packed = kernel.pack(weight, wanted)
     assert isinstance(packed, linear_hopper.Packed)
+    assert packed.mode == mode
     inner = weight.codes.double()
     if weight.over is not None:
-        inner = inner * weight.scale.double().repeat_interleave(128, 1)
+        inner = torch.round(inner * weight.scale.double().repeat_interleave(128, 1))  # to even, as QQQ rounds
     channel = weight.scale if weight.over is None else weight.over
     for tokens in (1, 5, tile.tokens, tile.tokens + 3, 300):
         x = rows_of(tokens, k)
@@ -214,7 +224,7 @@ def test_every_hopper_tile_is_bitwise_exact(name: str, tile: linear_hopper.Tile,
 
 
 @HOPPER
-def test_qqq_scales_that_are_not_whole_stay_exact() -> None:
+def test_qqq_scales_that_are_not_float16_stay_exact() -> None:
     wanted = replace(ask("w4a8_qqq_g128", 512, 1024), dtype=torch.float32)
     weight, x = weight_of(SCHEMES["w4a8_qqq_g128"], 512, 1024), rows_of(33, 1024)
     kernel = linear_hopper.KERNELS[0]

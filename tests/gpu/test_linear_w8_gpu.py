@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import FP8, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, Spec, scheme_of
 from nybble.kernels import linear_hopper_w8, reference
-from nybble.kernels.linear_hopper_w8 import BLOCKS, FLOAT, INTEGER, NARROW, WIDE, Tile, with_pieces
+from nybble.kernels.linear_hopper_w8 import BLOCKS, EVEN_BLOCKS, INTEGER, NARROW, WIDE, Tile
 from nybble.kernels.registry import LinearKernel, LinearShape, choose
 from nybble.kernels.types import Rows
 
@@ -28,9 +28,12 @@ TOKENS = (1, 7, 64, 131, 300, 700)
 
 def tiles(kind: int) -> set[Tile | None]:
     """None: the one for the batch; then all in the tables, and some that nothing chooses."""
-    wide = {Tile(256, 2), Tile(256, 2, 4)} if kind != FLOAT else set()  # two sums of those fit no registers
-    more = {Tile(24, 1, 1, 2), Tile(48, 1, 2, 2), Tile(128, 2, 2, order=3)} | wide
-    return {None, *(with_pieces(t, kind) for t in (*(row[-1] for row in NARROW[kind]), *WIDE[kind], *more))}
+    more = {Tile(24, 1, 1, 2), Tile(48, 1, 2, 2), Tile(128, 2, 2, order=3)}
+    if kind < BLOCKS:  # two sums of the widest fit no registers
+        more |= {Tile(256, 2), Tile(256, 2, 4)}
+    if kind == EVEN_BLOCKS:
+        more |= {*WIDE[BLOCKS], Tile(256, 2, turned=128), Tile(128, 2, 4, order=3, turned=64)}
+    return {None, *(row[-1] for row in NARROW[kind]), *WIDE[kind], *more}
 
 
 def float8_weight(n: int, k: int, tile: tuple[int | None, int | None]) -> QTensor:
@@ -90,8 +93,8 @@ def test_fp8_is_close_and_the_same_with_every_tile(tile: tuple, act: Spec, scale
     exact = (codes.double() * spread) @ dequantize(weight, torch.float64).t()
     packed = kernel.pack(weight, wanted)
     whole = kernel.run(packed, x)
-    # the tensor core cuts sums of 128 or 512 products 13 bits after the largest's point; rounding to bf16 costs 1.7e-3
-    assert ((whole - exact).norm() / exact.norm()).item() < (3e-4 if packed.kind == BLOCKS else 1e-3)
+    # the tensor core cuts sums of 128 or 2048 products 13 bits after the largest's point; rounding to bf16 costs 1.7e-3
+    assert ((whole - exact).norm() / exact.norm()).item() < (3e-4 if packed.kind >= BLOCKS else 1.2e-3)
     for chosen in tiles(packed.kind):
         for tokens in TOKENS:
             out = run_poisoned(kernel, replace(packed, tile=chosen), x[:tokens], n)

@@ -118,15 +118,15 @@ def test_a_row_s_bits_do_not_depend_on_the_batch(name: str, heads: int, kv_heads
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("window", [0, 150])
 def test_sharing_a_row_among_programs_moves_no_bit(name: str, window: int) -> None:
-    """Summed in registers or by `_combine`, in one group of splits or two, with and without a prefetch."""
+    """Summed in registers or by `_combine`, in one group of splits or two."""
     from nybble.kernels.attention_triton import decode
 
     for contexts in ([3, 770, 300, 2300], [17000, 100]):
         q, kv, step = case(name, contexts, [1] * len(contexts), 8, 2, 128, 32)
         outs = []
-        for programs, fetch in ((1, 0), (2, 1), (3, 0), (7, 2), (40, 1)):
+        for programs in (1, 2, 3, 7, 40):
             outs.append(torch.full_like(q, float("nan")))
-            decode(q, kv, step, 0.1, window, outs[-1], programs=programs, fetch=fetch)
+            decode(q, kv, step, 0.1, window, outs[-1], programs=programs)
         assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -250,6 +250,46 @@ def test_silu_mul_turned_by_hadamard_s_matrix(ops: Ops, width: int, block: int) 
     is_rounded(rows, exact)
     same_row(ops.silu_mul(x[2:3], True, block), rows, 2)
     torch.testing.assert_close(ops.silu_mul(x, False, block).double(), exact, rtol=2**-8, atol=1e-4)
+
+
+SHAPES = [(4, 1, 1, 4), (8, 2, 1, 1), (2, 2, 4, 4)]
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(("name", "heads", "kv_heads", "block_size"),
+                         [("int8", 40, 40, 64), ("int8", 16, 4, 32), ("int4", 8, 8, 64), ("int4", 32, 8, 128)])
+def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: int, kv_heads: int, block_size: int,
+                                                             quantize: bool) -> None:
+    from nybble.kernels import decode_hopper, nvrtc, ops_triton
+
+    if nvrtc.refusal(torch.device("cuda")):
+        pytest.skip("wants a Hopper GPU")
+    contexts = [1, 2, 33, 64, 65, 350, 512, 700, 1000, 300]
+    _, kv, step = case(name, contexts, [1] * 10, heads, kv_heads, 128, block_size)
+    kept = torch.arange(10) != 3
+    step.slots[3] = -1  # padding: writes nothing
+    angle = torch.arange(1000)[:, None] / 10.0 ** torch.linspace(0, 3, 64)
+    qkv, cos_sin = on_gpu(10, (heads + 2 * kv_heads) * 128), torch.cat((angle.cos(), angle.sin()), 1).cuda()
+    copies = [{n: x.clone() for n, x in vars(kv).items() if isinstance(x, torch.Tensor)} for _ in range(1 + len(SHAPES))]
+    caches = [replace(kv, **copy) for copy in copies]
+    q = ops_triton.rope_write(qkv, caches[0], step, cos_sin, kv_heads, None, None, 0.0)
+    check(q, caches[0], step)
+    want = attend(q, caches[0], step)
+    assert decode_hopper.fits(qkv, heads, kv, step, 128, 0)
+    for cache, shape in zip(caches[1:], SHAPES, strict=True):
+        found = decode_hopper.run(qkv, heads, cache, step, 0.1, cos_sin, quantize, decode_hopper.Shape(*shape))
+        if quantize:
+            rows = ops_triton.quantize_rows(want.flatten(1))
+            assert torch.equal(found.codes[kept], rows.codes[kept])
+            assert torch.equal(found.scale[kept], rows.scale[kept])
+        else:
+            assert torch.equal(found[kept], want[kept])
+        for one, other in zip(copies[0].values(), vars_of(cache), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def vars_of(kv: LayerKV) -> list[torch.Tensor]:
+    return [x for x in vars(kv).values() if isinstance(x, torch.Tensor)]
 
 
 @pytest.mark.parametrize("name", ["fp32", *KINDS])

@@ -59,7 +59,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Recipe(group=64, samples=8, sequence_length=128, transform="smooth"),
     Recipe(scheme="fp8", samples=8, sequence_length=128, static_activations=True),
     Recipe(scheme="w8a8", samples=8, sequence_length=128, online_hadamard=True),
-], ids=lambda r: f"{r.scheme}-{r.group}-{r.bits}-{r.transform}-{r.static_activations}-{r.online_hadamard}")
+    Recipe(samples=8, sequence_length=128, learn_scales=2),
+], ids=lambda r: f"{r.scheme}-{r.group}-{r.bits}-{r.transform}-{r.static_activations}-{r.online_hadamard}-{r.learn_scales}")
 def test_a_run_on_the_gpu_is_as_good_as_on_the_cpu_and_repeats_its_bytes(checkpoint: Path, tmp_path: Path, recipe: Recipe):
     text = checkpoint / "text.txt"
     slow = quantize_checkpoint(checkpoint, tmp_path / "cpu", recipe, "int8", text, "cpu")

@@ -1,6 +1,6 @@
 """Attention and the fused ops on one GPU: check against `kernels.reference`, then time.
 
-    python -m nybble.bench.attention [--only decode,prompt,fused] [--quick] [--sweep] [--out FILE.jsonl]
+    python -m nybble.bench.attention [--only decode,prompt,fused,once] [--quick] [--sweep] [--out FILE.jsonl]
 
 CUDA graphs, inputs rotated past L2. Decode: percentages of 4.3 TB/s (H200 copy bandwidth), bytes are KV codes and parameters,
 once. Prompts: against torch's flash and cuDNN attention over 16-bit keys that lie ready, in one run. `--quick` stops after
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nybble.bench.timing import interleave
 from nybble.kernels import attention_triton as at
-from nybble.kernels import reference
+from nybble.kernels import decode_hopper, reference, sample_hopper
 from nybble.kernels.attention_triton import Tiles
 from nybble.kernels.registry import ops_for
 from nybble.kernels.types import LayerKV, Step
@@ -177,7 +177,7 @@ def bench_prompt(some: int | None, emit: Emit) -> None:
 
 def bench_fused(emit: Emit) -> None:
     ops = ops_for(torch.device("cuda"))
-    hidden, inner, dim = 5120, 13824, 128
+    hidden, inner, dim, vocab = 5120, 13824, 128, 32000
     weight = random(hidden)
 
     def report(op: str, rows: int, size: int, calls: list[Callable[[], Any]]) -> None:
@@ -205,11 +205,42 @@ def bench_fused(emit: Emit) -> None:
             xs = [random(rows, (heads + 2 * kv_heads) * dim) for _ in copies(size // rows)]
             report(f"rope_write int8 {heads}:{kv_heads}", rows, size,
                    [lambda a=a: ops.rope_write(a, kv, step, cos_sin, kv_heads, None, None, 1e-6) for a in xs])  # noqa: B023
+        logits = [torch.randn(rows, vocab, device="cuda") for _ in copies(4 * vocab)]
+        if sample_hopper.refusal(logits[0]) is None:
+            full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731, B023
+            keys = torch.randint(1 << 32, (rows, 2), device="cuda")
+            for kind, top_k, top_p in (("", 0, 1.0), (" top-k 40 top-p 0.9", 40, 0.9)):
+                draws = full(0.8), full(top_k), full(top_p), full(0.0), keys
+                report(f"sample{kind}", rows, 4 * rows * vocab, [lambda a=a: sample_hopper.draw(a, *draws) for a in logits])  # noqa: B023
+
+
+def bench_at_once(emit: Emit) -> None:
+    """A layer's rotation, write, attention and quantized output for generated tokens: three ops, or (Hopper) one kernel."""
+    ops, heads, dim = ops_for(torch.device("cuda")), 40, 128
+    if ops.decode is None:
+        return
+    for rows, context in ((1, 350), (1, 900), (4, 350), (16, 350), (128, 350)):
+        step, cos_sin = make_step(rows, context, 1, True), torch.randn(2048, dim, device="cuda")
+        step = dataclasses.replace(step, slots=step.block_table[:, -1].long() * BLOCK + (context - 1) % BLOCK)
+        qkv = random(rows, 3 * heads * dim)
+        for kind in ("int8", "int4"):
+            kv = cache(kind, step.block_table.numel(), heads, dim)
+            kvs = [kv, *(dataclasses.replace(kv, k=kv.k.clone(), v=kv.v.clone()) for _ in range(39 if rows < 16 else 3))]
+
+            def three(kv: LayerKV) -> Any:
+                q = ops.rope_write(qkv, kv, step, cos_sin, heads, None, None, 0.0)
+                return ops.quantize_rows(ops.attention(q, kv, step, dim**-0.5, 0).flatten(1))
+
+            calls = {"three ops": [lambda kv=kv: three(kv) for kv in kvs],
+                     "at once": [lambda kv=kv: decode_hopper.run(qkv, heads, kv, step, dim**-0.5, cos_sin, True) for kv in kvs]}
+            for name, timing in interleave(calls).items():
+                print(f"generated tokens, {rows} rows of {context}, {kind}, {name}: {timing.us:.2f} us", flush=True)
+                emit({"bench": "at once", "rows": rows, "context": context, "kv": kind, "how": name, "us": timing.us})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="decode,prompt,fused")
+    parser.add_argument("--only", default="decode,prompt,fused,once")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", default="attention.jsonl", help="one JSON line per figure is appended here")
@@ -225,6 +256,8 @@ def main() -> None:
             bench_prompt(4 if options.quick else None, emit)
         if "fused" in options.only:
             bench_fused(emit)
+        if "once" in options.only:
+            bench_at_once(emit)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "llama-3-70b": (("qkv", 10240, 8192), ("o", 8192, 8192), ("gate_up", 57344, 8192), ("down", 8192, 28672)),
 }
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
-SWEPT = {"w4a8": "int4", "w4a8_g128": "group", "w8a8": "int8", "w4a8_qqq_g128": "int8", "w4a16_g128": "float4"}
+# Names of figures. Weights on an int8 grid by float16 scales are QQQ's, by whole scales Nybble's own.
+FORMS = SCHEMES | {"w4a8_whole_g128": SCHEMES["w4a8_qqq_g128"]}
+SWEPT = dict.fromkeys(FORMS, "int8") | {"w4a8": "int4", "w4a8_g128": "group", "w4a16_g128": "float4"}
 FAMILIES = {"triton": linear_triton, "hopper": linear_hopper}
 RESULTS = "bench/results/h200.jsonl"
 
@@ -61,8 +63,8 @@ H200 = Machine(4.3e12, 1500e12, 790e12)
 
 def floor_us(scheme: str, n: int, k: int, tokens: int, machine: Machine = H200) -> float:
     """The larger of moving every byte once and doing every operation at the machine's rate."""
-    spec = SCHEMES[scheme].weight if scheme in SCHEMES else None
-    wide = spec is None or SCHEMES[scheme].act is None
+    spec = FORMS[scheme].weight if scheme in FORMS else None
+    wide = spec is None or FORMS[scheme].act is None
     bits = 16.0 if spec is None else spec.num.bits + (16 / spec.group if spec.group else 0)
     moved = n * k * bits / 8 + tokens * k * (2 if wide else 1) + 2 * tokens * n
     rate = machine.bf16_per_s if wide else machine.int8_per_s
@@ -82,25 +84,30 @@ def kernels_for(shape: LinearShape) -> list[LinearKernel]:
 
 
 def random_weight(scheme: str, n: int, k: int, device: torch.device) -> QTensor:
-    """Random codes, scales that keep outputs near one."""
-    spec = SCHEMES[scheme].weight
+    """Normal values to the nearest code, each group's largest at the end of the range, as the peers' are: how often bits flip
+    decides the clocks of a large product. Outputs are near one."""
+    spec = FORMS[scheme].weight
     assert spec is not None
-    low, high = int(max(spec.num.qmin, -127)), int(spec.num.qmax) + 1
-    codes = torch.randint(low, high, (n, k), dtype=torch.int8, device=device)
-    groups = k // (spec.group or k)
-    scale = ((torch.rand(n, groups, device=device) + 0.5) / k**0.5 / high).bfloat16().float()
-    zero = torch.randint(6, 10, (n, groups), device=device).float() if spec.zero else None
+    values = torch.randn(n, k, device=device).unflatten(1, (-1, spec.group or k))
+    largest = values.abs().amax(dim=2, keepdim=True)
+    zero = torch.randint(6, 10, largest.shape, device=device).float() if spec.zero else None
+    steps = min(spec.num.qmax, 127) / (2 if spec.zero else 1)
+    codes = (values * (steps / largest) + (0 if zero is None else zero)).round_()
+    codes = codes.clamp_(max(spec.num.qmin, -127), spec.num.qmax).to(torch.int8).flatten(1)
+    scale = (largest[:, :, 0] / steps / k**0.5).bfloat16().float()
     if spec.over is not None:
-        grid = torch.randint(8, 17, (n, groups), device=device).float()
-        return QTensor(spec, codes, grid, None, scale[:, :1].contiguous() / 16)
-    return QTensor(spec, codes, scale, zero)
+        whole = scheme == "w4a8_whole_g128"
+        grid = torch.randint(8, 17, scale.shape, device=device) if whole else torch.rand(scale.shape, device=device) * 8 + 7.8
+        return QTensor(spec, codes, grid.half().float(), None, scale[:, :1].contiguous() / 16)
+    return QTensor(spec, codes, scale, None if zero is None else zero[:, :, 0])
 
 
 def random_input(scheme: str, tokens: int, k: int, device: torch.device) -> Rows | Tensor:
-    if SCHEMES[scheme].act is None:
-        return torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
-    codes = torch.randint(-127, 128, (tokens, k), dtype=torch.int8, device=device)
-    return Rows(codes, (torch.rand(tokens, device=device) + 0.5) / 64)
+    x = torch.randn(tokens, k, device=device)
+    if FORMS[scheme].act is None:
+        return x.bfloat16()
+    scale = x.abs().amax(dim=1) / 127
+    return Rows((x / scale[:, None]).round_().to(torch.int8), scale)
 
 
 def head(x: Rows | Tensor, rows: int) -> Rows | Tensor:
@@ -158,7 +165,7 @@ def peer_calls(n: int, k: int, tokens: int, device: torch.device) -> dict[str, l
 # What humming (github.com/vllm-project/humming) calls a scheme: weights, inputs.
 HUMMING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "w4a8": ({"dtype": "int4"}, {"dtype": "int8"}),
-    "w4a8_g128": ({"dtype": "int4", "group_size": 128}, {"dtype": "int8"}),
+    "w4a8_whole_g128": ({"dtype": "int4", "group_size": 128}, {"dtype": "int8"}),
     "w4a16_g128": ({"dtype": "int4", "group_size": 128}, None),
 }
 
@@ -196,7 +203,7 @@ def timed_alone(calls: Sequence[Call], replays: int = 5, least_us: float = 800.0
 
 
 def run(
-    schemes: Sequence[str] = ("w4a8", "w4a8_g128", "w4a8_qqq_g128", "w8a8", "w4a16_g128"),
+    schemes: Sequence[str] = ("w4a8", "w4a8_whole_g128", "w4a8_qqq_g128", "w8a8", "w4a16_g128"),
     model: str = "llama-2-13b",
     tokens: Sequence[int] = TOKENS,
     every_kernel: bool = False,
@@ -246,7 +253,7 @@ def roofline(records: Sequence[dict[str, Any]], model: str) -> str:
     """The records of `run` under the roof of an H200, as SVG."""
     points = [
         Point(f"{r['layer']} M={r['M']}", r["scheme"], 2.0 * r["M"] * r["N"] * r["K"],
-              r["N"] * r["K"] * SCHEMES[r["scheme"].replace("-", "_")].weight.num.bits / 8 + r["M"] * (r["K"] + 2 * r["N"]),
+              r["N"] * r["K"] * FORMS[r["scheme"].replace("-", "_")].weight.num.bits / 8 + r["M"] * (r["K"] + 2 * r["N"]),
               r["us"], "bf16" if "a16" in r["scheme"] else "int8")
         for r in records
     ]  # fmt: skip
@@ -255,7 +262,7 @@ def roofline(records: Sequence[dict[str, Any]], model: str) -> str:
 
 def _weights(scheme: str, n: int, k: int, every: bool, report: Callable) -> list[tuple[LinearKernel, QTensor, list[Any]]]:
     device = torch.device("cuda")
-    shape = LinearShape(SCHEMES[scheme], n, k, device, torch.bfloat16)
+    shape = LinearShape(FORMS[scheme], n, k, device, torch.bfloat16)
     kernels = kernels_for(shape)
     out = []
     for kernel in kernels if every else kernels[:1]:
@@ -282,7 +289,7 @@ def _calls(
                 x = random_input(scheme, m, k, device)
                 errors[name] = relative_error(kernel, copies[0], weight, x)
                 alone = same_alone(kernel, copies[0], x)
-                if not alone or not errors[name] < max(4e-3, SCHEMES[scheme].tol):
+                if not alone or not errors[name] < max(4e-3, FORMS[scheme].tol):
                     wrong.add(name)
                     report(f"  {name} N={n} K={k} M={m}: relative error {errors[name]:.1e}, same bits alone: {alone}")
                 calls[name] = [partial(kernel.run, p, x) for p in copies]
@@ -331,7 +338,7 @@ def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[st
 
 def _record(model: str, layer: str, scheme: str, kernel: str, n: int, k: int, m: int, timing: Timing, error: float,
             peers: dict[str, float]) -> dict[str, Any]:  # fmt: skip
-    moved = n * k * (SCHEMES[scheme].weight.num.bits / 8)
+    moved = n * k * (FORMS[scheme].weight.num.bits / 8)
     return {
         "bench": "gemm", "device": torch.cuda.get_device_name(), "commit": _commit(), "date": time.strftime("%Y-%m-%d"),
         "model": model, "layer": layer, "scheme": scheme.replace("_", "-"), "kernel": kernel, "N": n, "K": k, "M": m,
@@ -407,7 +414,7 @@ def _hopper_tiles(m: int, n: int) -> Iterator[linear_hopper.Tile]:
 
 
 def _family_kernel(family: str, scheme: str, n: int, k: int) -> tuple[LinearKernel, LinearShape]:
-    shape = LinearShape(SCHEMES[scheme], n, k, torch.device("cuda"), torch.bfloat16)
+    shape = LinearShape(FORMS[scheme], n, k, torch.device("cuda"), torch.bfloat16)
     kernels = [kernel for kernel in FAMILIES[family].KERNELS if kernel.accepts(shape) is None]
     if not kernels:
         raise LookupError(f"no {family} kernel takes {scheme}")
@@ -522,7 +529,7 @@ def _sweep_one(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nybble.bench.kernels", description=__doc__)
     parser.add_argument("--sweep", "--tune", action="store_true", help="try tiles, print the best as rows for TILES")
-    parser.add_argument("--schemes", default=None, help="comma-separated names from formats.spec.SCHEMES")
+    parser.add_argument("--schemes", default=None, help=f"comma-separated, of {', '.join(FORMS)}")
     parser.add_argument("--family", default="triton", choices=FAMILIES, help="whose tiles to sweep")
     parser.add_argument("--model", default="llama-2-13b", choices=MODELS)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))

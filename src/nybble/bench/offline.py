@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+WARM_INPUT, WARM_OUTPUT = 64, 8  # tokens, at most, of the requests before the measurement
+
 
 def lengths(count: int, mean: float, sigma: float, seed: int, low: int = 4, high: int = 1024) -> list[int]:
     """`count` log-normal lengths in [low, high] whose sum is exactly round(count * mean)."""
@@ -55,13 +57,12 @@ def run(
 ) -> str:
     """Run the workload once and return the report; `results` gets one JSON line. `loaded` reuses a `models.Decoder`.
 
-    scheme: of dummy weights (None: w4a8), or a label for `loaded`; a checkpoint has its own. Raises ValueError.
+    scheme: of dummy weights (None: w4a8; "w4a8+w8a8" has W8A8 logits), or a label for `loaded`; a checkpoint has its own.
+    Raises ValueError.
     A closed loop: the next request is sent when one has ended. decode_ms_step is the median over steps in which all
     `concurrency` rows generate, gpu_busy the share of decode steps in which the device works, host_ms_step what the host
     does per step beside waiting, ttft_p50 the median seconds from a request to its first token.
     """
-    import torch
-
     from nybble.engine.config import EngineConfig
     from nybble.engine.core import Engine
     from nybble.engine.load import open_engine
@@ -77,11 +78,15 @@ def run(
     if results is not None:
         results.parent.mkdir(parents=True, exist_ok=True)
     target = pick_device(device)
-    kv_name = None if kv == "auto" else kv
+    inputs, outputs = (
+        lengths(requests, mean, sigma, seed, high=longest)
+        for mean, sigma, seed in ((input_mean, 1.0, 0), (output_mean, 0.7, 1))
+    )
+    longest_pair = max(*map(sum, zip(inputs, outputs)), WARM_INPUT + WARM_OUTPUT)
     config = EngineConfig(
-        kv=kv_name,
+        kv=None if kv == "auto" else kv,
         max_batch=concurrency,
-        max_context=2 * longest,
+        max_context=longest_pair,
         seed=0,
         prefix_caching=False,
         model_name=model,
@@ -91,18 +96,12 @@ def run(
     if loaded is not None:
         engine = Engine(loaded, config)
     elif dummy:
-        from nybble.models import SHAPES, dummy_model
+        from nybble.models import SHAPES
 
-        if scheme not in SCHEMES or model not in SHAPES:
+        if not set(scheme.split("+")) <= set(SCHEMES) or model not in SHAPES:
             raise ValueError(f"--dummy wants a shape ({', '.join(SHAPES)}) and a scheme ({', '.join(SCHEMES)})")
-        dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
-        engine = Engine(dummy_model(SHAPES[model], SCHEMES[scheme], target, dtype, seed=0), config)
-    else:
-        engine = open_engine(model, device, config)
-    inputs, outputs = (
-        lengths(requests, mean, sigma, seed, high=longest)
-        for mean, sigma, seed in ((input_mean, 1.0, 0), (output_mean, 0.7, 1))
-    )
+    if loaded is None:
+        engine = open_engine(model, device, config, dummy=dummy)
     sys.stderr.write(f"{engine.runner.memory}\n")
     rng = random.Random(2)
     vocab = engine.runner.vocab_size
@@ -135,7 +134,8 @@ def run(
                 steps.append(now - before)
             before = now
 
-    generate([(prompts[i % requests][:64] or [0], 8) for i in range(concurrency)])  # compile and capture everything once
+    # Compile and capture everything once.
+    generate([(prompts[i % requests][:WARM_INPUT], WARM_OUTPUT) for i in range(concurrency)])
     before, start = engine.info(), time.perf_counter()
     generated, steps, firsts = generate(list(zip(prompts, outputs)))
     seconds, after = time.perf_counter() - start, engine.info()

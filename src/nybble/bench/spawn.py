@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,9 @@ def own_server(model: str, dummy: bool, scheme: str, engine: dict[str, Any], rep
 
 def dummy_engine(config: ProcessConfig) -> Any:
     """A factory for `engine.process`: config.model is a shape, config.engine.scheme the scheme of its random weights."""
-    from nybble.engine.core import Engine
-    from nybble.hardware import pick_device
-    from nybble.models import dummy_model
+    from nybble.engine.load import open_engine
 
-    model = dummy_model(config.model, config.engine.scheme, pick_device(config.device), seed=0)
-    return Engine(model, replace(config.engine, model_name=config.model))
+    return open_engine(config.model, config.device, config.engine, dummy=True)
 
 
 def made_up_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,6 +33,20 @@ class Batch:
     draws: Draws | None  # None: all greedy and plain
     logprob_rows: list[int]  # of the samples
     logprob_count: int  # most alternatives any of them wants
+
+
+class Staged(msgspec.Struct, frozen=True, array_like=True):
+    """A packed step for other ranks: sizes and `Step`'s numbers, the fields' bytes, which graph runs it, and whether its tokens
+    are drawn in a way that only rank 0 knows."""
+
+    sizes: tuple[int, int, int, int]  # of `_step_fields`
+    numbers: tuple[int, int, int, int | None]
+    data: bytes
+    graph: str
+    drawn: bool
+
+
+NUMBERS = ("num_decode", "max_query", "max_context", "max_prompt_context")
 
 
 class Stage:
@@ -122,6 +137,24 @@ class Stage:
         most = max((drawing[i].params.logprobs or 0 for i in wanting), default=0)
         draws = None if plain else self._draws(tensors, drawing)
         return Batch(step, tensors["draw_slots"], draws, wanting, most)
+
+    def staged(self, batch: Batch, graph: str) -> Staged:
+        """Of the step that was packed last."""
+        step = batch.step
+        sizes = (len(step.token_ids), len(step.context_len), len(batch.slots), step.block_table.shape[1])
+        _, used = _layout(_step_fields(*sizes))
+        numbers = tuple(getattr(step, name) for name in NUMBERS)
+        return Staged(sizes, numbers, self._hosts[self._turn][:used].numpy().tobytes(), graph, batch.draws is not None)
+
+    def repeat(self, staged: Staged) -> Batch:
+        """What another rank's stage packed; its draws stay there."""
+        turn = self._next_host()
+        views, tensors = self._views(_step_fields(*staged.sizes), turn)
+        self._hosts[turn][: len(staged.data)].numpy()[:] = np.frombuffer(staged.data, np.uint8)
+        self._copy()
+        names = ("token_ids", "positions", "slots", "query_start", "context_len", "block_table", "logit_rows")
+        step = Step(**{name: tensors[name] for name in names}, **dict(zip(NUMBERS, staged.numbers)))
+        return Batch(step, tensors["draw_slots"], None, [], 0)
 
     def width_for(self, plan: Plan) -> int:
         """Blocks per row of the block table: the longest context's, rounded up to a power of two (few shapes to compile)."""

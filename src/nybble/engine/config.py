@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -22,11 +22,11 @@ class EngineConfig:
     num_blocks: overrides kv_memory. kv_memory: bytes (above 1), a fraction of the device for everything together (up to 1),
     None: what the device can spare. max_batch: requests running at once. max_batched_tokens: tokens in one step (None: 2048,
     256 on a CPU). max_context: tokens of prompt and answer (None: what the model was made for). prefill_interval: steps between
-    starts of new prompts while half of max_batch generates (None: max_batch / 16 up to 8 on a GPU, 1 on a CPU). overlap:
+    starts of few prompts while half of max_batch generates (None: max_batch / 16 up to 8 on a GPU, 1 on a CPU). overlap:
     plan a step while the one before it runs (None: on a GPU). graphs: steps as CUDA graphs (None: on a GPU). eos_ids: end every
     request that does not ignore them. model_name, scheme, weights: reported, not used. activations: "int8" for weights made for
     16-bit ones (None: as the checkpoint says); once loaded, what they are in. seed: of requests that bring none; None is a
-    different one each start.
+    different one each start. tensor_parallel: GPUs of this machine (processes, on a CPU) that share the model.
     """
 
     model_name: str = ""
@@ -45,11 +45,13 @@ class EngineConfig:
     prefill_interval: int | None = None
     overlap: bool | None = None
     graphs: bool | None = None
+    tensor_parallel: int = 1
     eos_ids: tuple[int, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_batch", "max_batched_tokens", "max_context", "prefill_interval"):
+        for name in ("block_size", "num_blocks", "max_batch", "max_batched_tokens", "max_context", "prefill_interval",
+                     "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: wants 1 or more")
@@ -82,7 +84,10 @@ class Sampled(NamedTuple):
 @runtime_checkable
 class Runner(Protocol):
     """Runs plans, in order. `launch` may return before the device is done; what it returns waits for the tokens. A runner
-    knows by a request's slot what it drew last, so a plan may hold tokens that the host has not seen."""
+    knows by a request's slot what it drew last, so a plan may hold tokens that the host has not seen.
+
+    When a sampled row's request has a grammar, what `launch` returns has not drawn yet: it takes the samples with a grammar and
+    their `grammar.Grammars.masks`, is called before the next `launch`, draws, and returns what waits."""
 
     vocab_size: int
     num_blocks: int
@@ -94,4 +99,4 @@ class Runner(Protocol):
     decode_wall_s: float
     decode_busy_s: float
 
-    def launch(self, plan: Plan) -> Callable[[], Sampled]: ...
+    def launch(self, plan: Plan) -> Callable[..., Any]: ...

@@ -9,23 +9,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
 from nybble.engine.config import DEFAULT_KV, EngineConfig, Runner, Sampled
+from nybble.engine.grammar import Grammars
 from nybble.engine.messages import Delta, Info, Refused, Submit
 from nybble.engine.request import Request, completion_seed
 from nybble.engine.scheduler import Limits, Plan, Scheduler
 
 __all__ = ["Engine", "EngineConfig"]
 
+Launched = tuple[Plan, Callable[..., Any]]
+COMPILING_WAIT_S = 0.01  # when there is nothing else to do; messages are read in between
 NOT_FINITE = "the model's logits are not finite for this request"
 
 
 def default_interval(max_batch: int) -> int:
     """Steps between starts of prompts: so that about four start together when answers take 240 tokens. On an H200 with 128
-    requests at once (Llama-2-13B shape), starting every 8 steps makes a prompt token cost 24 us, every step 31 us, for a median
-    time to the first token of 90 instead of 34 ms."""
+    requests at once (Llama-2-13B shape), starting every 8 steps makes a prompt token cost 24 us, every step 31 us."""
     return min(8, max(1, max_batch // 16))
 
 
@@ -34,10 +37,11 @@ class Engine:
 
     `submit` and `abort` only queue; `step` answers. Every request is answered exactly once per completion with a
     finish_reason ("stop" | "length" | "abort" | "error"), or once by `Refused`. kv_scales: per layer (K, V), for fp8 caches.
+    grammars: of the model's tokenizer; without, requests with a grammar are refused.
     """
 
     def __init__(self, model: Any, config: EngineConfig,
-                 kv_scales: Sequence[tuple[float, float] | None] | None = None) -> None:
+                 kv_scales: Sequence[tuple[float, float] | None] | None = None, grammars: Grammars | None = None) -> None:
         config = replace(config, kv=config.kv or DEFAULT_KV)
         if isinstance(model, Runner):
             self.runner: Runner = model
@@ -45,7 +49,8 @@ class Engine:
             from nybble.engine.runner import ModelRunner
 
             self.runner = ModelRunner(model, config, kv_scales)
-        self.config = config
+        self.config, self.grammars = config, grammars
+        self._compiling: list[tuple[list[Request], futures.Future]] = []
         self.max_context = min(self.runner.max_context, self.runner.num_blocks * config.block_size)
         self.scheduler = Scheduler(
             Limits(
@@ -60,7 +65,7 @@ class Engine:
         )
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
         self._answers: list[Delta | Refused] = []  # of submit and abort, for the next step to return
-        self._in_flight: tuple[Plan, Callable[[], Sampled]] | None = None
+        self._in_flight: Launched | None = None
         self._lost: Exception | None = None  # the device will never work again in this process
         self._steps = self._prompt_tokens = self._generated_tokens = self._seeded = 0
         self._host_s = self._waited_s = 0.0
@@ -82,6 +87,9 @@ class Engine:
             for index in range(params.n)
         ]
         self._prompt_tokens += len(prompt)
+        if params.grammar is not None:
+            self._compiling.append((self._live[message.request_id], self.grammars.compile(params.grammar)))
+            return
         for request in self._live[message.request_id]:
             self.scheduler.add(request)
 
@@ -113,7 +121,23 @@ class Engine:
             return "min_tokens", f"{params.min_tokens} is more than may be generated"
         if params.stop_token_ids and not 0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) < vocab:
             return "stop_token_ids", f"ids must be in 0 to {vocab - 1}, the model's vocabulary"
+        if params.grammar is not None and (self.grammars is None or not self.config.eos_ids):
+            return params.grammar.field, "a grammar wants a model whose tokenizer and EOS are known; this one's are not"
         return None
+
+    def _add_compiled(self, answers: list[Delta | Refused]) -> None:
+        """Queue the requests whose grammar is ready, refuse those whose grammar is none."""
+        for compiling in [one for one in self._compiling if one[1].done()]:
+            self._compiling.remove(compiling)
+            left, matcher = compiling[0], compiling[1]
+            if left and (error := matcher.exception()) is not None:
+                request_id, grammar = left[0].request_id, left[0].params.grammar
+                answers.append(Refused(request_id, grammar.field, str(error)))
+                del self._live[request_id]
+                continue
+            for request in left:
+                request.grammar = matcher.result().deep_copy()
+                self.scheduler.add(request)
 
     def _own_seed(self) -> int:
         if self.config.seed is None:
@@ -138,21 +162,44 @@ class Engine:
             raise RuntimeError(f"the device is lost until the process is started anew: {self._lost}") from self._lost
         begin, waited = time.perf_counter(), self._waited_s
         answers, self._answers = self._answers, []
+        self._add_compiled(answers)
         launched = self._launch(answers)
         if self.runner.overlap:
             launched, self._in_flight = self._in_flight, launched
+        else:
+            launched = self._draw(launched, answers)
         if launched is not None:
             self._collect(*launched, answers)
+        elif self._compiling and self._in_flight is None:
+            futures.wait([one for _, one in self._compiling], COMPILING_WAIT_S, futures.FIRST_COMPLETED)
+        self._in_flight = self._draw(self._in_flight, answers)
         self._host_s += time.perf_counter() - begin - (self._waited_s - waited)
         return answers
 
-    def _launch(self, answers: list[Delta | Refused]) -> tuple[Plan, Callable[[], Sampled]] | None:
+    def _launch(self, answers: list[Delta | Refused]) -> Launched | None:
         plan = self.scheduler.plan()
         if plan is None:
             return None
         self._steps += 1
         try:
             return plan, self.runner.launch(plan)
+        except Exception as error:
+            self._fail(plan, error, answers)
+            return None
+
+    def _draw(self, launched: Launched | None, answers: list[Delta | Refused]) -> Launched | None:
+        """Masks for a launched step's rows with a grammar, now that all tokens before it are known."""
+        if launched is None or all(launched[0].requests[row].grammar is None for row in launched[0].samples):
+            return launched
+        plan, draw = launched
+        sampled = [plan.requests[row] for row in plan.samples]
+        rows = [i for i, one in enumerate(sampled) if one.grammar is not None and one.finish_reason is None]
+        try:
+            masks = self.grammars.masks([sampled[i].grammar for i in rows])
+            for request in (sampled[i] for i in rows):
+                if request.grammar.is_error():
+                    self._fail_one(request, f"the grammar: {request.grammar.get_error().partition(chr(10))[0]}", answers)
+            return plan, draw(rows, masks)
         except Exception as error:
             self._fail(plan, error, answers)
             return None
@@ -174,10 +221,11 @@ class Engine:
             if request.finish_reason is not None:
                 continue
             if token < 0:
-                self._end(request, "error")
-                answers.append(Delta(request.request_id, request.index, [], finish_reason="error", error=NOT_FINITE))
+                self._fail_one(request, NOT_FINITE, answers)
                 continue
             scheduler.accept(request, token)
+            if request.grammar is not None and token not in request.stop_ids:
+                request.grammar.consume_token(token)
             self._generated_tokens += 1
             reason = None
             if token in request.stop_ids:
@@ -196,15 +244,17 @@ class Engine:
 
     def _fail(self, plan: Plan, error: Exception, answers: list[Delta | Refused]) -> None:
         """A step did not run: its requests fail, and with them what it may not have computed leaves the prefix cache."""
-        if type(error).__name__ == "AcceleratorError":  # torch's, which this file does not import: CUDA stays broken
+        # torch's error, which this file does not import: CUDA stays broken. And a step that one of several ranks did not run is
+        # one that the others wait in.
+        if type(error).__name__ == "AcceleratorError" or self.config.tensor_parallel > 1:
             self._lost = error
         for request in dict.fromkeys(plan.requests):
             if request.finish_reason is None:
-                self._end(request, "error")
-                answers.append(
-                    Delta(request.request_id, request.index, [], finish_reason="error",
-                          error=f"the step failed: {type(error).__name__}: {error}")
-                )  # fmt: skip
+                self._fail_one(request, f"the step failed: {type(error).__name__}: {error}", answers)
+
+    def _fail_one(self, request: Request, why: str, answers: list[Delta | Refused]) -> None:
+        self._end(request, "error")
+        answers.append(Delta(request.request_id, request.index, [], finish_reason="error", error=why))
 
     def _end(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)

@@ -5,11 +5,33 @@ This is also the vocabulary of requests: `SamplingParams` here is what `nybble.L
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n")
 OPTIONAL = ("seed", "max_tokens", "logprobs")
+# Between tokens of JSON: nothing, a space, or a new line and its indentation. Without a bound some models never stop.
+JSON_SPACE = {"whitespace_pattern": r"( ?|\n {0,16})"}
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What a whole answer has to match; only tokens that keep to it are drawn, and EOS only where it is complete.
+
+    kind, and what text is: "json_schema" (the schema, or its JSON), "choice" (a list of strings, or its JSON), "regex" (Rust's
+    syntax), "lark" (llguidance's dialect). field: the request's field that asked for it, for errors.
+    """
+
+    kind: Literal["json_schema", "choice", "regex", "lark"]
+    text: Any
+    field: str = "grammar"
+
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := ("json_schema", "choice", "regex", "lark")):
+            raise ValueError(f"grammar.kind = {self.kind!r}: wants one of {', '.join(kinds)}")
+        if not isinstance(self.text, str):
+            msgspec.structs.force_setattr(self, "text", msgspec.json.encode(self.text).decode())
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: strings (or one), cut from the text unless `include_stop`; so is the text of the id that ended the request.
     stop_token_ids: ids that end it, like EOS.
     max_tokens: None is up to the context's end. logprobs: None, or how many top alternatives per token (0: the chosen only).
-    n: completions per prompt; with a seed, completion i draws from its own stream.
+    n: completions per prompt; with a seed, completion i draws from its own stream. grammar: what the answer has to match.
     """
 
     temperature: float = 1.0
@@ -41,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     n: int = 1
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # else its letters would be the stop strings
@@ -66,6 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("n", 1 <= self.n <= 128, "1 to 128"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1, or None"),
             ("stop", all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
+            ("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, or None"),
+            ("ignore_eos", not (self.ignore_eos and self.grammar), "False with a grammar, which says where the answer ends"),
+            ("min_tokens", not (self.min_tokens and self.grammar), "0 with a grammar, which says where the answer ends"),
         ):
             if not ok:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: wants {wanted}")

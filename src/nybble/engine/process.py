@@ -32,6 +32,7 @@ def load(config: ProcessConfig) -> Engine:
     from nybble.engine.load import open_engine
 
     engine = open_engine(config.model, config.device, config.engine)
+    engine.grammars.prepare()
     log.info("%s on %s: %s", engine.config.model_name, config.device, engine.runner.memory)
     return engine
 
@@ -105,6 +106,8 @@ def serve(engine: Engine, connections: Connections, silence_limit_s: float) -> N
     next_beat = 0.0
     while True:
         gone: set[int] = set()
+        if lost := getattr(engine.runner, "lost", None):
+            raise RuntimeError(lost)
         for client, message in connections.receive(0 if engine.has_work else BEAT_S):
             match message:
                 case Submit():

@@ -7,6 +7,8 @@ from them. `tokens` holds the known ones: it is shorter than `num_tokens` only w
 
 from __future__ import annotations
 
+from typing import Any
+
 from nybble.engine.messages import SamplingParams
 
 NO_SLOT = -1
@@ -17,8 +19,9 @@ class Request:
     """Mutable state of completion `index` of request `request_id`. Only the scheduler writes the lengths and the blocks."""
 
     __slots__ = (
-        "admission", "blocks", "cached_tokens", "chain", "finish_reason", "index", "max_tokens_total", "num_computed",
-        "num_prompt", "num_registered", "num_tokens", "params", "plain", "request_id", "seed", "slot", "stop_ids", "tokens",
+        "admission", "blocks", "cached_tokens", "chain", "finish_reason", "grammar", "index", "max_tokens_total",
+        "num_computed", "num_prompt",
+        "num_registered", "num_tokens", "params", "plain", "request_id", "seed", "slot", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -47,8 +50,15 @@ class Request:
         self.admission = 0  # serial number of the last time it was given blocks and a slot
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
         self.finish_reason: str | None = None
+        self.grammar: Any = None  # `grammar.Matcher` of its own: what `tokens` has generated is behind it
         # Nothing but the largest logit matters: the sampler's fast path.
-        self.plain = params.temperature == 0 and params.logprobs is None and params.min_tokens == 0 and not self.penalized
+        self.plain = (
+            params.temperature == 0
+            and params.logprobs is None
+            and params.min_tokens == 0
+            and not self.penalized
+            and params.grammar is None
+        )
 
     @property
     def penalized(self) -> bool:

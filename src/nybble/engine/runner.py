@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.engine.batch import Batch, Stage
+from nybble.engine.batch import Batch, Stage, Staged
 from nybble.engine.config import DEFAULT_KV, EngineConfig, Sampled
 from nybble.engine.graphs import DecodeGraphs, MixedGraphs, Recorder
 from nybble.engine.kvcache import MemoryPlan, allocate, bytes_per_token, kv_budget
@@ -26,6 +28,7 @@ from nybble.engine.scheduler import Limits, Plan
 from nybble.kernels import selftest
 from nybble.kernels.types import LayerKV, Step
 from nybble.models.decoder import Pieces, attend
+from nybble.nn.parallel import Group
 
 GRAPH_SLACK_BYTES = 64 << 20  # on top of what is measured: kernels that are loaded later
 LONGEST_STEP_MS = 1000.0  # a longer one was a pause between requests
@@ -43,7 +46,8 @@ class ModelRunner:
 
     model: `models.Decoder`. decode_wall_s, decode_busy_s, decode_steps: seconds from the end of a step to the end of a decode
     step right after it, seconds of them in which the device worked, and how many there were; 0 on a CPU. Raises ValueError when
-    the memory does not hold one block, naming what to change.
+    the memory does not hold one block, naming what to change. tell: sends steps to the other ranks, whose runners `follow`.
+    Those draw greedy tokens as this one does, and copy its token pool after any other.
     """
 
     def __init__(self, model: Any, config: EngineConfig,
@@ -52,6 +56,8 @@ class ModelRunner:
         cuda = device.type == "cuda"
         kv = config.kv or DEFAULT_KV
         self.model, self.device, self.block_size = model, device, config.block_size
+        self.group: Group = model.group
+        self.tell: Callable[[Staged], None] | None = None
         self.vocab_size = shape.vocab_size
         self.bytes_per_token = bytes_per_token(shape, kv)
         self.overlap = cuda if config.overlap is None else config.overlap
@@ -83,6 +89,7 @@ class ModelRunner:
         graphs = self._measure_graphs(config.max_batch, cache) if records else 0
         block_bytes = self.bytes_per_token * config.block_size
         self.num_blocks = config.num_blocks or kv_budget(config.kv_memory, device, workspace + graphs) // block_bytes
+        self.num_blocks = self.group.least(self.num_blocks)
         if config.num_blocks is None and not cuda and config.kv_memory is None:
             # On a CPU memory is shared: no more than every running request at full length can use.
             self.num_blocks = min(self.num_blocks, config.max_batch * self._stage.width)
@@ -106,8 +113,8 @@ class ModelRunner:
             selftest.check_attention(ops, kv, self.model.config.num_heads, window, self.model.dtype)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Callable[[], Sampled]:
-        """Queue a step on the device. The returned function waits for its tokens."""
+    def launch(self, plan: Plan) -> Callable[..., Any]:
+        """Queue a step on the device. The returned function waits for its tokens; of a step with grammars, see `Runner`."""
         requests = [plan.requests[row] for row in plan.samples]
         for request in requests:
             if request.penalized and self._counted[request.slot] != request.admission:
@@ -116,22 +123,55 @@ class ModelRunner:
                 self._counts.reset(request.slot, request.tokens[:prompt], request.tokens[prompt:])
         rows, decodes = len(requests), plan.num_decode == len(plan.requests) == len(plan.samples)
         if decodes and self._decode is not None:
-            batch = self._stage.pack(plan, *self._decode.shape_for(rows, self._stage.width_for(plan)))
-            begin = self._mark()
-            logits, tokens = (result[:rows] for result in self._decode.run(batch.step, batch.slots))
+            batch, graph = self._stage.pack(plan, *self._decode.shape_for(rows, self._stage.width_for(plan))), "decode"
         else:
             padded = self._mixed.tokens_for(plan.num_tokens) if self._mixed is not None else None
-            batch = self._stage.pack(plan, tokens=padded)
-            begin = self._mark()
-            if self._mixed is not None and padded is not None:
-                x, residual = self._mixed.run(batch.step)
-            else:
-                x, residual = attend(self._pieces(batch.step), batch.step)
-            if not requests:
-                self._last = None
-                return lambda: Sampled([])
-            logits, tokens = self.model.logits(self.model.final(x, residual, batch.step)), None
-        return self._sample(logits, tokens, batch, requests, begin if decodes else None)
+            batch, graph = self._stage.pack(plan, tokens=padded), "" if padded is None else "mixed"
+        if self.tell is not None:
+            self.tell(self._stage.staged(batch, graph))
+        begin = self._mark()
+        logits, tokens = (result if result is None else result[:rows] for result in self._run(batch, graph))
+        if not requests:
+            self._last = None
+            return lambda: Sampled([])
+        rest = (logits, tokens, batch, requests, begin if decodes else None)
+        return self._sample(*rest) if all(one.grammar is None for one in requests) else partial(self._draw, *rest)
+
+    @torch.inference_mode()
+    def follow(self, staged: Staged) -> None:
+        """Run a step that rank 0 has packed."""
+        batch = self._stage.repeat(staged)
+        logits, tokens = self._run(batch, staged.graph)
+        if staged.drawn:
+            self._share_pool()
+        elif logits is not None and tokens is None:
+            self._greedy(logits, batch.slots)
+
+    def _run(self, batch: Batch, graph: str) -> tuple[Tensor | None, Tensor | None]:
+        """-> logits and greedy tokens, or None what is not computed."""
+        if graph == "decode":
+            return self._decode.run(batch.step, batch.slots)
+        x, residual = self._mixed.run(batch.step) if graph else attend(self._pieces(batch.step), batch.step)
+        return self.model.logits(self.model.final(x, residual, batch.step)) if len(batch.slots) else None, None
+
+    @property
+    def lost(self) -> str | None:
+        """Why no step can be run any more."""
+        return self.group.lost
+
+    def _share_pool(self) -> None:
+        if self.group.size > 1:
+            self._pool.copy_(self.group.gather(self._pool)[0])
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, tokens: Tensor | None, batch: Batch, requests: list[Request],
+              begin: torch.cuda.Event | None, rows: list[int], masks: np.ndarray) -> Callable[[], Sampled]:
+        """The rest of a step with grammars. rows: of `requests`, each with a row of masks, int32 [len(rows), V/32 or more]."""
+        words = torch.from_numpy(masks)
+        if self.device.type == "cuda":
+            words = words.pin_memory().to(self.device, non_blocking=True)
+        draws = replace(batch.draws, allowed=(self._stage.index(rows), words) if rows else None)
+        return self._sample(logits, tokens, replace(batch, draws=draws), requests, begin)
 
     def _pieces(self, step: Step) -> Pieces:
         """Token ids below 0 are read from the pool; a failed draw there (-1) reads as token 0, its row is not used. A generator
@@ -164,6 +204,7 @@ class ModelRunner:
         slots = batch.slots[: len(requests)]
         if batch.draws is not None:
             tokens = self._keep(slots, sample(logits, batch.draws, self._counts))
+            self._share_pool()
             if batch.draws.penalized is not None:
                 rows = batch.draws.penalized
                 self._counts.add(slots[rows], tokens[rows])
@@ -206,6 +247,7 @@ class ModelRunner:
 
         def wait() -> list[list]:
             done.synchronize()
+            self.group.check()
             if before is not None and begin is not None and (period_ms := before.elapsed_time(done)) < LONGEST_STEP_MS:
                 self.decode_wall_s += period_ms / 1e3
                 self.decode_busy_s += min(begin.elapsed_time(done), period_ms) / 1e3

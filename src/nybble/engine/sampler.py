@@ -4,16 +4,20 @@ Randomness has no state. Gumbel-max (Gumbel 1954; argmax of log-probability plus
 distribution) with noise that is a hash of (the request's seed, position, token id): the same request draws the same tokens
 in any batch, after a preemption, and on any device whose logits agree.
 
-Order: penalties, forbidden ids (min_tokens), temperature, top-k, top-p over what is left, min-p.
+Order: penalties, forbidden ids (min_tokens, grammar), temperature, top-k, top-p over what is left, min-p.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nybble.kernels import sample_hopper
 
 FAILED = -1  # token of a row whose logits are not numbers
 ROWS_AT_ONCE = 64  # of random draws: sorting and noise take some 60 bytes per logit
@@ -37,6 +41,7 @@ class Draws:
     filtered: bool  # some row has top-k or top-p
     penalized: Tensor | None  # int64: rows with a penalty
     forbidden: tuple[Tensor, Tensor] | None  # int64 pairs (row, token id) that may not be drawn
+    allowed: tuple[Tensor, Tensor] | None = None  # rows with a grammar, int64 [G], and a bit per id, int32 [G, V/32 or more]
 
 
 class Counts:
@@ -74,9 +79,42 @@ def sample(logits: Tensor, draws: Draws, counts: Counts | None) -> Tensor:
         logits = logits.index_copy(0, draws.penalized, penalize(logits, draws, counts))
     if draws.forbidden is not None:
         logits = logits.index_put(draws.forbidden, logits.new_tensor(float("-inf")))
+    if draws.allowed is not None:
+        rows, words = draws.allowed
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1).flatten(1)
+        masked = logits[rows].masked_fill(bits[:, : logits.shape[1]] == 0, float("-inf"))
+        logits = logits.index_copy(0, rows, masked)
+    if draws.any_random and sample_hopper.refusal(logits) is None and _kernel_failure(logits.device) is None:
+        return _in_one_kernel(logits, draws)
     tokens = greedy(logits)
     if not draws.any_random:
         return tokens
+    return _drawn(logits, tokens, draws)
+
+
+def _in_one_kernel(logits: Tensor, draws: Draws) -> Tensor:
+    return sample_hopper.draw(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.keys)
+
+
+@cache
+def _kernel_failure(device: torch.device) -> str | None:
+    """Why the kernel is not to be trusted with random draws, None when it is: a few rows by it and by what it stands for."""
+    rows = torch.arange(8, device=device)
+    logits = torch.randn(8, 500, device=device, generator=torch.Generator(device).manual_seed(0))
+    part, keys = rows / 8, torch.stack((rows * 77, rows * 1234567), 1)
+    draws = Draws(rows, 0.5 + part, rows * 9, 1 - part / 2, part / 9, part, part, part, keys, True, True, None, None)
+    try:
+        differ = int((_in_one_kernel(logits, draws) != _drawn(logits, greedy(logits), draws)).sum())
+        reason = f"{differ} of 8 tokens differ from those of the torch operations" if differ else None
+    except Exception as error:
+        reason = f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}"
+    if reason is not None:
+        logging.getLogger(__name__).warning("the kernel that draws tokens is not used on %s: %s", device, reason)
+    return reason
+
+
+def _drawn(logits: Tensor, tokens: Tensor, draws: Draws) -> Tensor:
+    """tokens: the greedy ones."""
     drawn = torch.cat([_draw(logits, tokens, draws, first) for first in range(0, len(tokens), ROWS_AT_ONCE)])
     return torch.where((draws.temperature > 0) & (tokens != FAILED), drawn, tokens)
 

@@ -14,20 +14,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 
 from nybble.engine.blocks import BlockPool
 from nybble.engine.request import NO_SLOT, Request
 
 # A preempted request computes its generated tokens as rows of one token; this bounds how many join one step.
 RECOMPUTE_ROWS = 256
+WORTH_A_STEP = 600  # tokens of prompts: on an H200 more of them in one step make none of them cheaper
 
 
 @dataclass(frozen=True)
 class Limits:
     """num_blocks, block_size: the pool. max_batch: requests running at once. max_batched_tokens: tokens in a step.
     With `chunked_prefill` off a prompt goes in whole, and the step's first prompt may exceed the budget.
-    prefill_interval: while at least half of max_batch generates, new prompts start no more often than every so many steps,
-    several at once: a step that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval)."""
+    prefill_interval: while half of max_batch generates, fewer than WORTH_A_STEP tokens of prompts start only every so many
+    steps: one that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval)."""
 
     num_blocks: int
     block_size: int
@@ -115,8 +118,11 @@ class Scheduler:
         for request in behind:
             budget = self._fill(request, budget, decode, prompt)
         self._steps_without_prompt += 1
-        admitting = bool(behind) or 2 * len(decode) < self.limits.max_batch or (
-            self._steps_without_prompt >= self.limits.prefill_interval
+        admitting = (
+            bool(behind)
+            or 2 * len(decode) < self.limits.max_batch
+            or self._steps_without_prompt >= self.limits.prefill_interval
+            or sum(request.num_tokens for request in islice(self.waiting, len(self._slots))) >= WORTH_A_STEP
         )
         while admitting and budget > 0 and self.waiting and len(decode) + len(prompt) < self.limits.max_rows:
             if not self._fits_whole(self.waiting[0], budget, prompt) or not self._admit():
@@ -126,6 +132,8 @@ class Scheduler:
             self._steps_without_prompt = 0
         if not decode and not prompt:
             return None
+        # Attention works through rows in this order: who reads the most starts first, so that nobody is waited for at the end.
+        decode.sort(key=itemgetter(1), reverse=True)
         num_decode = len(decode)
         return Plan(
             [row[0] for row in decode] + [row[0] for row in prompt],

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nybble.engine.ranks import Ranks
 from nybble.evals.likelihood import Progress, open_subject
 from nybble.evals.perplexity import Divergence, Perplexity, Trace, perplexity
 from nybble.evals.tasks import TASKS, TaskResult, answer_task, read_task, score_task
 from nybble.hardware import pick_device
+from nybble.nn.parallel import ALONE, Group
 from nybble.text import read_text
 
 
@@ -84,10 +86,11 @@ def evaluate(
     path: str | Path, tasks: Sequence[str], data: str | Path = ".", kv: str = "auto", window: int = 2048,
     max_windows: int | None = None, limit: int | None = None, shots: int = 5, device: str = "auto",
     progress: Progress | None = None, against: Evaluation | None = None, keep: bool = False,
-    activations: str | None = None,
+    activations: str | None = None, tensor_parallel: int = 1, group: Group = ALONE,
 ) -> Evaluation:
     """tasks: "ppl:FILE", or a name in `tasks.TASKS`, perhaps with ":PATH". limit: items per file. shots: solved examples for
-    mmlu, ceval and gsm8k. against: an evaluation with `keep`, for the divergence on texts.
+    mmlu, ceval and gsm8k. against: an evaluation with `keep`, for the divergence on texts. group: the ranks that this is one
+    of, where it was not called to start `tensor_parallel` of them.
 
     Raises ValueError or FileNotFoundError before a model is loaded.
     """
@@ -102,7 +105,13 @@ def evaluate(
     items = {}
     for name, rest in asked:
         items[name, rest] = read_text(rest) if name == "ppl" else read_task(name, rest, Path(data), shots, limit)
-    subject = open_subject(path, kv, device, progress, activations)
+    ranks = None
+    if tensor_parallel > 1:
+        work = {"path": str(path), "tasks": list(tasks), "data": str(data), "kv": kv, "window": window, "limit": limit,
+                "max_windows": max_windows, "shots": shots, "keep": keep, "activations": activations}
+        ranks = Ranks(tensor_parallel, pick_device(device), "nybble.evals.evaluate:evaluate_along", **work)
+        group = ranks.group
+    subject = open_subject(path, kv, device if group is ALONE else group.device, progress, activations, group)
     scheme, kv_name, kind = subject.checkpoint.scheme_name, subject.kv_name, subject.model.device.type
     results: dict[tuple[str, str], TaskResult] = {}
     divergences, traces = {}, {}
@@ -121,12 +130,21 @@ def evaluate(
         elif TASKS[name].kind != "answer":
             results[name, rest] = score_task(name, items[name, rest], subject, progress)
     del subject
+    if ranks is not None:
+        ranks.close()
     free_device_memory()
     for name, rest in asked:  # these load an engine
-        if (name, rest) not in results:
+        if (name, rest) not in results and group.rank == 0:
             place = str(pick_device(device))
-            results[name, rest] = answer_task(name, items[name, rest], Path(path), kv_name, place, activations, progress)
-    return Evaluation(Path(path).name, scheme, kv_name, kind, tuple(results[pair] for pair in asked), divergences, traces)
+            results[name, rest] = answer_task(name, items[name, rest], Path(path), kv_name, place, activations, progress,
+                                              tensor_parallel)
+    found = tuple(results[pair] for pair in asked if pair in results)
+    return Evaluation(Path(path).name, scheme, kv_name, kind, found, divergences, traces)
+
+
+def evaluate_along(group: Group, _channel: object, **options: Any) -> None:
+    """What the other ranks do, but for answers, which rank 0 asks an engine for."""
+    evaluate(group=group, **options)
 
 
 def _windows(found: Perplexity, asked: int, positions: int) -> str:

@@ -21,6 +21,7 @@ from nybble.kernels.types import Step
 from nybble.models import Decoder, load_model, turn_keys
 from nybble.models.load import Progress
 from nybble.models.window import BLOCK_SIZE, FLOAT_KV, scratch_kv
+from nybble.nn.parallel import ALONE, Group
 from nybble.text import Tokenizer, load_tokenizer
 
 Ids = Sequence[int]
@@ -74,15 +75,15 @@ class Subject:
 
 
 def open_subject(path: str | Path, kv: str = "auto", device: str | torch.device | None = None,
-                 progress: Progress | None = None, activations: str | None = None) -> Subject:
+                 progress: Progress | None = None, activations: str | None = None, group: Group = ALONE) -> Subject:
     """kv "auto": what the checkpoint asks for, 16 bits if it asks for nothing. activations: as in `open_checkpoint`. Raises
     ValueError, FileNotFoundError."""
     checkpoint = open_checkpoint(path, activations)
     name = checkpoint.kv if kv == "auto" else kv
-    scales = checkpoint.scales_for(name)
+    scales = group.heads(checkpoint.scales_for(name))
     target = device if isinstance(device, torch.device) else pick_device(device)
     tokenizer = load_tokenizer(path)
-    model = load_model(checkpoint, target, progress=progress)
+    model = load_model(checkpoint, target, progress=progress, group=group)
     model = turn_keys(model, name, partial(tokenizer.encode, add_special=False))
     return Subject(Path(path), checkpoint, model, tokenizer, name, scales)
 

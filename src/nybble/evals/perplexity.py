@@ -110,5 +110,5 @@ def perplexity(model: Decoder, token_ids: Sequence[int], window: int = 2048, kv:
     if apart:
         kl, same = torch.cat(apart).numpy(), torch.cat(agree)
         divergence = Divergence(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.double().mean()), len(kl))
-    trace = Trace(tuple(kept), model.head) if keep else None
+    trace = Trace(tuple(kept), model.head.whole()) if keep else None
     return Perplexity(tuple(means), window, kv, time.perf_counter() - started, divergence, trace)

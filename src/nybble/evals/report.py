@@ -26,6 +26,7 @@ from nybble.text import read_text
 WHAT = {"q_proj": "what a word looks for", "k_proj": "what a word offers", "v_proj": "what a word passes on",
         "o_proj": "attention, summed up", "gate_proj": "which features open", "up_proj": "features",
         "down_proj": "features, summed up"}
+HARD_OUTLIER = 100  # times the usual channel, what the page's chart calls hard
 VERDICTS = (  # nats per token lost, up to: on the text, or by the KL divergence where that says more
     (0.005, "Practically nothing was lost: use it wherever you used the original."),
     (0.03, "Very little was lost: use it wherever you used the original."),
@@ -97,8 +98,9 @@ def advice(found: Anatomy, before: Evaluation | None, after: Evaluation, changes
                         "--recipe auto gives such layers more bits.")
         else:
             said.append(f"The error is spread evenly: half of the matrices are below {median:.1%}, none stands out.")
-    worst = max(found.linears, key=lambda f: f.outlier)
-    if worst.outlier > 50 and "a8" in worst.scheme:
+    rounded = [f for f in found.linears if "a8" in f.scheme]
+    worst = max(rounded or found.linears, key=lambda f: f.outlier)
+    if worst.outlier > HARD_OUTLIER and rounded:
         transform = str(found.recipe.get("transform", "none"))
         cure = ("Smoothing (--transform rotate+smooth) or --online-hadamard reaches that place, a rotation does not."
                 if worst.kind == "down_proj" else "A rotation or smoothing would help there." if transform == "none" else "")

@@ -257,7 +257,7 @@ def score_task(name: str, items: Sequence[Item], subject: Subject, progress: Pro
 
 
 def answer_task(name: str, items: Sequence[Item], path: Path, kv: str, device: str, activations: str | None = None,
-                progress: Progress | None = None) -> TaskResult:
+                progress: Progress | None = None, tensor_parallel: int = 1) -> TaskResult:
     """Generate greedily with the engine (up to 256 tokens, until the next question) and compare the number.
 
     strict: the number after the first "####". flexible: the last number anywhere.
@@ -273,7 +273,7 @@ def answer_task(name: str, items: Sequence[Item], path: Path, kv: str, device: s
         if progress is not None and tokens % 64 == 0:
             progress(name, min(tokens / (256 * len(items)), 1.0))
 
-    with LLM(path, kv=kv, device=device, activations=activations) as llm:
+    with LLM(path, kv=kv, device=device, activations=activations, tensor_parallel=tensor_parallel) as llm:
         context = llm.info().max_context
         params = SamplingParams(temperature=0.0, max_tokens=min(256, context // 2), stop=("Question:", "</s>", "<|im_end|>"))
         prompts = [llm.tokenizer.encode(item.pairs[0][0])[-(context - params.max_tokens) :] for item in items]

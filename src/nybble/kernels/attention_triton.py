@@ -153,25 +153,17 @@ def _fold(x, TILE: tl.constexpr, ROWS: tl.constexpr):
     return tl.sum(tl.reshape(x, (TILE // 8, 8, ROWS)), 0)
 
 
-@triton.jit
-def _fetch(address, size):
-    """Bring `size` bytes (a multiple of 16, at a multiple of 16) of each address to L2. Needs sm_90."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
-        [address.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, out_ptr, part_ptr, stat_ptr,
             table_width, window, num_splits, q_scale, v_scale,
             HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
             BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, SETS: tl.constexpr, SPLIT: tl.constexpr,
             LEVELS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr,
-            PDL: tl.constexpr, FETCH: tl.constexpr):
+            PDL: tl.constexpr):
     """One program: the GROUP query heads of a (row, KV head), padded to ROWS, and some consecutive splits of its positions.
     SETS parameters per head and token. DIRECT (all splits) writes the result, else each split leaves its sums for `_combine`.
     Positions past an end are clamped, not masked: they repeat a row that is there and get weight 0. With PDL what happens
-    before the wait may read only what is older than the kernel before this one: contexts, tables, earlier tokens (to L2)."""
+    before the wait may read only what is older than the kernel before this one: contexts and tables."""
     INTEGER: tl.constexpr = KIND == "int8" or KIND == "int4"
     PLANES: tl.constexpr = DIM // UNITS
     PER_SET: tl.constexpr = PLANES // SETS
@@ -201,20 +193,6 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
     else:
         block = tl.load(table + tl.minimum(tl.maximum(start + column, seen), last) // BLOCK_SIZE)
     if PDL:
-        if FETCH > 0:  # the first blocks, while the kernel before this one still runs
-            from_ = start // BLOCK_SIZE * BLOCK_SIZE + tl.arange(0, FETCH) * BLOCK_SIZE
-            ahead = tl.load(table + tl.minimum(from_, last) // BLOCK_SIZE).to(tl.int64) * HEADS + head
-            begin = tl.maximum(from_, start)
-            length = tl.minimum(stop, from_ + BLOCK_SIZE) - begin
-            first_token = (ahead * BLOCK_SIZE + (begin - from_)) * UNITS
-            BYTES: tl.constexpr = UNITS * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            if BYTES % 16 == 0:
-                _fetch(k_ptr + first_token, length * BYTES)
-                _fetch(v_ptr + first_token, length * BYTES)
-            if INTEGER and BLOCK_SIZE % 4 == 0:
-                length = tl.where(length > 0, BLOCK_SIZE * SETS * 4, 0)
-                _fetch(k_params_ptr + ahead * (BLOCK_SIZE * SETS), length)
-                _fetch(v_params_ptr + ahead * (BLOCK_SIZE * SETS), length)
         gdc_wait()
         if not DIRECT:  # to `_combine`; what follows a DIRECT one would take room from programs of its successor
             gdc_launch_dependents()
@@ -402,10 +380,11 @@ def _combine(part_ptr, stat_ptr, context_ptr, out_ptr, window, num_splits, v_sca
 
 
 @triton.jit
-def _values(ptr, params_ptr, page, inside, channel, kept, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
+def _values(ptr, params_ptr, page, inside, channel, live, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
             SETS: tl.constexpr):
     """[tokens, DIM] of a cache as the numbers a prompt multiplies: values, for fp8 codes (e4m3: / 256)."""
     token = (page * BLOCK_SIZE + inside).to(tl.int64)[:, None]
+    kept = live[:, None] & (channel < DIM)[None, :]
     if KIND == "copy":
         return tl.load(ptr + token * DIM + channel[None, :], mask=kept, other=0.0)
     elif KIND == "int8" or KIND == "int4":
@@ -416,8 +395,11 @@ def _values(ptr, params_ptr, page, inside, channel, kept, DIM: tl.constexpr, BLO
             byte = channel % (DIM // 4) * 2 + quarter // 2
             code = tl.load(ptr + token * (DIM // 2) + byte[None, :], mask=kept, other=0)
             code = (code >> (quarter % 2 * 4).to(tl.uint8)[None, :]) & 15
-        where = (page * (BLOCK_SIZE * SETS) + inside)[:, None] + (channel // (DIM // SETS) * BLOCK_SIZE)[None, :]
-        scale, minimum = _scale_min(tl.load(params_ptr + where, mask=kept, other=0), False)
+        where = params_ptr + page * (BLOCK_SIZE * SETS) + inside
+        params = tl.load(where, mask=live, other=0)[:, None]  # of a token, not of each of its channels
+        if SETS == 2:
+            params = tl.where((channel < DIM // 2)[None, :], params, tl.load(where + BLOCK_SIZE, mask=live, other=0)[:, None])
+        scale, minimum = _scale_min(params, False)
         return tl.minimum(tl.maximum(code.to(tl.float32) * scale + minimum, -65504.0), 65504.0).to(tl.float16)
     else:
         high = tl.load(ptr + token * DIM + channel[None, :], mask=kept, other=0).to(tl.int16) << 8
@@ -438,16 +420,15 @@ def _gather(k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_ptr, qu
     seen = context - length + 1 - window
     if (tl.program_id(0) * TILE < context) & ((tl.program_id(0) + 1) * TILE > seen):
         channel = tl.arange(0, LANES)
-        kept = (position < context)[:, None] & (channel < DIM)[None, :]
         block = tl.load(table_ptr + (first_row + row).to(tl.int64) * table_width + position // BLOCK_SIZE,
                         mask=position < context, other=0)
         page = block * HEADS + first_head + head
         inside = position % BLOCK_SIZE
         target = ((row * tl.num_programs(1) + head).to(tl.int64) * capacity + position)[:, None] * DIM + channel[None, :]
         within = (channel < DIM)[None, :]  # zeros up to the tile's end: a weight of 0 times what was there could be NaN
-        k = _values(k_ptr, k_params_ptr, page, inside, channel, kept, DIM, BLOCK_SIZE, KIND, SETS)
+        k = _values(k_ptr, k_params_ptr, page, inside, channel, position < context, DIM, BLOCK_SIZE, KIND, SETS)
         tl.store(k_out_ptr + target, k, mask=within)
-        v = _values(v_ptr, v_params_ptr, page, inside, channel, kept, DIM, BLOCK_SIZE, KIND, SETS)
+        v = _values(v_ptr, v_params_ptr, page, inside, channel, position < context, DIM, BLOCK_SIZE, KIND, SETS)
         tl.store(v_out_ptr + target, v, mask=within)
 
 
@@ -609,9 +590,8 @@ def _check(q: Tensor, kv: LayerKV) -> None:
 
 
 def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor, tiles: Tiles | None = None,
-           programs: int | None = None, fetch: int | None = None) -> None:
-    """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, and
-    each has its first `fetch` blocks brought to L2 while the kernel before still runs: neither moves a bit."""
+           programs: int | None = None) -> None:
+    """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, which moves no bit."""
     rows, head_dim = step.num_decode, q.shape[2]
     _, heads, block_size, width = kv.v.shape
     group, kind = q.shape[1] // heads, _kind(kv)
@@ -630,7 +610,7 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         for first in range(0, rows, most):
             some = replace(step, num_decode=min(most, rows - first), context_len=step.context_len[first:],
                            block_table=step.block_table[first:])
-            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs, fetch)
+            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs)
         return
     if not direct:
         part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
@@ -641,14 +621,12 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     window, shift = window or 1 << 30, _FP8_SHIFT.get(kind, 1.0)
     least = 16 if torch.version.hip else 8  # queries of the narrowest tensor-core instruction
     early = overlaps(q.device)
-    if fetch is None:
-        fetch = int(early and not direct and rows * heads * programs <= _PROGRAMS)
     launch = {"launch_pdl": True} if early else {}
     _decode[(heads, rows, programs)](
         q, k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, out, part, stat,
         step.block_table.shape[1], window, splits, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift,
         heads, group, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind, not _portable(), _sets(kv),
-        tiles.split, tiles.levels, tiles.tile, max(least, triton.next_power_of_2(group)), direct, tiles.stages, early, fetch,
+        tiles.split, tiles.levels, tiles.tile, max(least, triton.next_power_of_2(group)), direct, tiles.stages, early,
         num_warps=tiles.warps, **launch)
     if not direct:
         links, depth = min(_LINKS, triton.next_power_of_2(splits)), (triton.cdiv(splits, _LINKS) - 1).bit_length()

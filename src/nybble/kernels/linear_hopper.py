@@ -1,5 +1,5 @@
-"""Linears with int8 activations on Hopper (sm_90a), in CUDA (`w4a8_sm90.cu`): int4 weights per channel, and in groups whose
-scales are whole numbers on an int8 grid.
+"""Linears with int8 activations on Hopper (sm_90a), in CUDA (`w4a8_sm90.cu`): int4 weights per channel, and in groups on an
+int8 grid, with whole scales (Nybble's) or any float16 ones (QQQ's).
 
 Not portable and not for other schemes: those are `linear_triton`'s. Sums are int32 from the first product to the last, so
 tiles, the split of K and the batch cannot change a bit. This file packs weights, chooses a tile by a table and launches.
@@ -23,7 +23,7 @@ from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
-PER_CHANNEL, GROUPED = 0, 1  # MODE of the .cu
+PER_CHANNEL, GROUPED, ROUNDED = 0, 1, 2  # MODE of the .cu, bytes of a group's scale
 WARPGROUPS = 2  # that multiply, each 64 or 128 rows
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -39,7 +39,8 @@ class Tile(NamedTuple):
     programs that fit a processor, so that the next kernel's can start copying early. waves: 0: one program per tile; else at
     most so many a processor, each walking over tiles, `order` token tiles before the next row tile. stream: tiles that fill no
     round of all processors are cut into equal shares, partial sums through global memory. lag: steps that the second warpgroup
-    starts late, so that one stores while the other multiplies.
+    starts late, so that one stores while the other multiplies. ahead: stages of weights copied before the kernel ahead ends (0:
+    all of them); activations queue up behind them.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class Tile(NamedTuple):
     stream: bool = False
     lag: int = 0
     memory: bool = False
+    ahead: int = 0
 
     @property
     def rows(self) -> int:
@@ -70,7 +72,7 @@ class Tile(NamedTuple):
 
 def expected_us(tile: Tile, tokens: int, rows: int, channels: int, count: int) -> float:
     """Microseconds on a GPU of `count` processors, fitted to an H200 running the Llama-2-13B linears
-    (within 9 % of what `python -m nybble.bench.kernels` measured at 128, 256, 1024 and 4096). For more than 64 tokens."""
+    (within 7 % of what was measured at 128, 256, 512 and 1024). For more than 64 tokens."""
     tiles, steps, size = (
         -(-rows // tile.rows) * -(-tokens // tile.tokens),
         -(-channels // BLOCK),
@@ -80,35 +82,43 @@ def expected_us(tile: Tile, tokens: int, rows: int, channels: int, count: int) -
     if tile.stream:
         return tiles / count * (steps * step + size / 2) + (8.5 if tile.row_tiles == 1 else 11.5)
     sums = 0.6 + 1.2 * size if tile.cluster_k > 1 else 0
-    return -(-tiles * tile.cluster_k // count) * (-(-steps // tile.cluster_k) * step + size / 2) + 4.5 + sums
+    return -(-tiles * tile.cluster_k // count) * (-(-steps // tile.cluster_k) * step + size / 2) + 3.2 + sums
 
 
 @functools.lru_cache(1 << 14)
-def tile_for(tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
+def tile_for(tokens: int, rows: int, channels: int, count: int = 132, mode: int = PER_CHANNEL) -> Tile:
     """The tile for a batch on a GPU of `count` processors. Few tokens: shares of the channels that fill two programs a
-    processor. More: what `expected_us` says of tiles that fill one round of the processors, whole rounds of the larger kind,
-    and equal shares."""
-    blocks = -(-rows // 128)
+    processor, equal ones where unpacking groups, not memory, is the limit. More: what `expected_us` says of tiles that fill one
+    round of the processors, whole rounds of the larger kind, and equal shares."""
+    blocks, steps = -(-rows // 128), -(-channels // BLOCK)
     if tokens <= 64:
         shares = next(k for k in (4, 2, 1) if k == 1 or blocks * k <= 2 * count)
         few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
+        if mode != PER_CHANNEL and blocks * shares < 1.8 * count:
+            return Tile(few, 1, few <= 16, 1, 2, waves=2, stream=True)
         if few == 64 and blocks > count:
             return Tile(few, 2)
-        return Tile(few, 1, few <= 16, shares, 2)
-    choices = []
-    for each in (128, 96, 80):
+        return Tile(few, 1, few <= 16, shares, 2, ahead=6 if steps <= 20 * shares else 0)
+    choices = candidates(tokens, rows, channels, count)
+    return min(choices, key=lambda tile: expected_us(tile, tokens, rows, channels, count) * (1 if tile.tokens == 128 else 1.03))
+
+
+def candidates(tokens: int, rows: int, channels: int, count: int) -> list[Tile]:
+    """For more than 64 tokens."""
+    blocks, choices = -(-rows // 128), []
+    for each in (128, 96, 80, 160, 176, 192):
         columns = -(-tokens // each)
         order = 8 if columns <= 2 else 4
-        for row_tiles in (1, 2):
+        for row_tiles in (1, 2) if each <= 128 else (1,):
             tiles = columns * -(-blocks // row_tiles)
             if tiles <= count:
                 shares = min(count // tiles, 8)
-                choices += [Tile(each, row_tiles, False, k, order=order, memory=k > 2) for k in {1, shares}]
+                choices += [Tile(each, row_tiles, False, k, order=order, memory=k > 2, ahead=3) for k in {1, shares}]
             elif row_tiles == 2:
-                choices.append(Tile(each, 2, waves=1, order=order))
+                choices.append(Tile(each, 2, waves=1, order=order, lag=2, ahead=3))
             if each == 128 and (row_tiles == 2 or tiles <= count):
                 choices.append(Tile(each, row_tiles, waves=1, order=order, stream=True, lag=2 * (row_tiles == 2)))
-    return min(choices, key=lambda tile: expected_us(tile, tokens, rows, channels, count) * (1 if tile.tokens == 128 else 1.03))
+    return choices
 
 
 def share_bytes(tile: Tile) -> int:
@@ -118,7 +128,7 @@ def share_bytes(tile: Tile) -> int:
 
 def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
-    each = tile.rows * 64 + tile.tokens * BLOCK + (tile.rows if mode == GROUPED else 0) + 16
+    each = tile.rows * 64 + tile.tokens * BLOCK + tile.rows * mode + 16
     sums = 0 if tile.memory else share_bytes(tile)
     scales = WARPGROUPS * tile.tokens * 4
     apart = sums if sums <= 16384 else 0
@@ -150,7 +160,7 @@ def pack_fragments(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """codes: see `pack_fragments`. group_scale: whole numbers, int8 [K / 128, N padded], or None per channel. scale: float32
+    """codes: see `pack_fragments`. group_scale: [K / 128, N padded], int8 or float16, or None per channel. scale: float32
     [N padded], of the int32 sum. arrivals: int32 counters, zero between launches."""
 
     mode: int
@@ -164,16 +174,26 @@ class Packed:
     tile: Tile | None = None  # set: this tile whatever the batch (benchmarks, tests)
 
 
-def whole_scales(weight: QTensor) -> bool:
-    """Whether the groups live on the int8 grid exactly: whole scales in 0..16, so that code * scale needs no rounding."""
-    return bool(((weight.scale == weight.scale.round()) & (weight.scale >= 0) & (weight.scale <= 16)).all())
+def mode_of(weight: QTensor) -> int | None:
+    """The kernel's form for a weight; None: its scales on the int8 grid are neither whole numbers in 0..16 nor float16, or a
+    product leaves the int8 range."""
+    if weight.over is None:
+        return PER_CHANNEL
+    scale = weight.scale
+    if bool(((scale == scale.round()) & (scale >= 0) & (scale <= 16)).all()):
+        return GROUPED
+    groups = torch.nn.functional.pad(weight.codes, (0, -weight.codes.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    low, high = (torch.round(edge * scale) for edge in groups.aminmax(dim=2))
+    inside = (torch.minimum(low, high) >= -128) & (torch.maximum(low, high) <= 127)
+    return ROUNDED if bool((inside & (scale == scale.half().float())).all()) else None
 
 
 def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_triton.Packed:
-    """Scales that are not whole (QQQ's) leave the int8 grid to the int8 kernel, bit-exactly."""
+    """What no form here takes goes to the int8 kernel, bit-exactly."""
     assert isinstance(weight, QTensor)
     weight = weight.to(shape.device)
-    if weight.over is not None and not whole_scales(weight):
+    mode = mode_of(weight)
+    if mode is None:
         return linear_triton.pack_int(weight, shape)
     n, k = weight.shape
     n_padded, k_padded = -(-n // ROWS) * ROWS, -(-k // BLOCK) * BLOCK
@@ -181,13 +201,14 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
     scale = weight.over if weight.over is not None else weight.scale / 16  # codes enter as 16 * code
     scale = torch.nn.functional.pad(scale.expand(n, 1)[:, 0], (0, n_padded - n)).contiguous()
     group_scale = None
-    if weight.over is not None:
+    if mode:
         codes = codes + 8
-        whole = torch.nn.functional.pad(weight.scale, (0, k_padded // BLOCK - weight.scale.shape[1], 0, n_padded - n))
-        group_scale = whole.t().to(torch.int8).contiguous()
+        groups = torch.nn.functional.pad(weight.scale, (0, k_padded // BLOCK - weight.scale.shape[1], 0, n_padded - n))
+        group_scale = groups.t().to(torch.int8 if mode == GROUPED else torch.float16).contiguous()
     packed = pack_fragments(linear_triton.pack_nibbles(codes))
-    arrivals = torch.zeros(4 * WARPGROUPS * processors(shape.device.index or 0), dtype=torch.int32, device=shape.device)
-    mode = PER_CHANNEL if group_scale is None else GROUPED
+    count = processors(shape.device.index or 0)
+    compile_ahead(n, k, mode, OUT[shape.dtype], count)
+    arrivals = torch.zeros(4 * WARPGROUPS * count, dtype=torch.int32, device=shape.device)
     return Packed(mode, n, k, shape.dtype, packed, group_scale, scale, arrivals)
 
 
@@ -204,20 +225,28 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-def source_and_defines(tile: Tile, mode: int, out: int, keep: bool) -> tuple[str, dict[str, int]]:
+def source_and_defines(tile: Tile, mode: int, out: int) -> tuple[str, dict[str, int]]:
+    stages = shared_memory(tile, mode)[0]
     defines = {
-        "TOKENS": tile.tokens, "STAGES": shared_memory(tile, mode)[0], "ROW_TILES": tile.row_tiles, "WARPGROUPS": WARPGROUPS,
-        "RESIDENT": tile.resident, "CLUSTER_K": tile.cluster_k, "MODE": mode, "OUT": out, "KEEP": int(keep),
+        "TOKENS": tile.tokens, "STAGES": stages, "ROW_TILES": tile.row_tiles, "WARPGROUPS": WARPGROUPS,
+        "RESIDENT": tile.resident, "CLUSTER_K": tile.cluster_k, "MODE": mode, "OUT": out,
         "REGISTERS": tile.registers, "STREAM": int(tile.stream), "WARP_LEVEL": int(tile.warp), "LAG": tile.lag,
-        "THROUGH_MEMORY": int(tile.memory),
+        "THROUGH_MEMORY": int(tile.memory), "AHEAD": min(tile.ahead or stages, stages),
     }  # fmt: skip
     return nvrtc.product(tile.tokens, 32, "s32.s8.s8") + nvrtc.source("w4a8_sm90.cu"), defines
 
 
 @functools.cache
-def kernel(tile: Tile, mode: int, out: int, keep: bool, device: int) -> ctypes.c_void_p:
-    source, defines = source_and_defines(tile, mode, out, keep)
-    return nvrtc.load(nvrtc.machine_code(source, defines), "w4a8", shared_memory(tile, mode)[1], device)
+def kernel(tile: Tile, mode: int, out: int, device: int) -> ctypes.c_void_p:
+    return nvrtc.load(nvrtc.machine_code(*source_and_defines(tile, mode, out)), "w4a8", shared_memory(tile, mode)[1], device)
+
+
+@functools.cache
+def compile_ahead(n: int, k: int, mode: int, out: int, count: int) -> None:
+    """Start on the kernels that batches of every usual size will want; of a small weight those that its start-up test will."""
+    usual = (*range(1, 65), *range(80, 513, 16), *range(640, 2049, 128), 4096, 8192)
+    tokens = usual if n * k >= 1 << 24 else (1, 40, 100, 300)
+    nvrtc.compile_ahead(source_and_defines(tile, mode, out) for tile in {tile_for(m, n, k, count, mode) for m in tokens})
 
 
 def whole_waves(tiles: int, clusters: int) -> int:
@@ -235,7 +264,7 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
     if tokens == 0:
         return y
-    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
+    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k, processors(device), packed.mode), -(-packed.k // BLOCK)
     row_tiles, token_tiles = -(-packed.n // tile.rows), -(-tokens // tile.tokens)
     tiles = clusters = row_tiles * token_tiles
     tile = tile._replace(cluster_k=min(tile.cluster_k, steps))
@@ -256,7 +285,7 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
         packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
     )  # fmt: skip
     nvrtc.launch(
-        kernel(tile, packed.mode, OUT[packed.dtype], token_tiles > 1, device), clusters * tile.cluster_k,
+        kernel(tile, packed.mode, OUT[packed.dtype], device), clusters * tile.cluster_k,
         tile.threads, shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
         (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments),
         codes.device,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
 from nybble.kernels import linear_triton, nvrtc
+from nybble.kernels.linear_hopper_w8 import usual_batches
 from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
@@ -90,7 +91,11 @@ def few_tokens(tokens: int, n: int, shares: int, processors: int) -> Tile:
     return Tile(width, 2, 2, 1, 2, split=True)
 
 
-MANY = tuple(Tile(t, 1, 2, 1, 2) for t in (64, 88, 128)) + tuple(Tile(t, 2, 2, 1, 2, True, 4) for t in (64, 88, 96, 112, 128))
+LARGEST = Tile(128, 2, 2, 1, 2, True, 4)
+MANY = (
+    *(Tile(t, 1, 2, 1, 2) for t in (64, 88, 104, 128, 160, 176, 208, 256)),
+    *(LARGEST._replace(tokens=t) for t in (64, 88, 96, 112, 128)),
+)
 
 
 def wave_us(tile: Tile, k: int, shares: int) -> float:
@@ -98,9 +103,10 @@ def wave_us(tile: Tile, k: int, shares: int) -> float:
     if tile.row_tiles == 2:
         us = max(14 + 0.328 * tile.tokens, 0.4375 * tile.tokens) * k / 5120
     else:
-        us = max(11.5 + 0.14 * tile.tokens, 0.23 * tile.tokens) * k / 5120
-    extra = 1e-4 * tile.rows * tile.tokens  # what exchanging a share's sums adds; keeping them in L2, almost twice that
-    return us if shares == 1 else us / shares + extra if tile.split else us + 1.8 * extra * (shares - 1)
+        us = max(11.5 + 0.14 * tile.tokens, 0.228 * tile.tokens) * k / 5120
+    if shares > 1 and tile.split:
+        return us / shares + 3.3  # exchanging sums
+    return us + (shares - 1) * 1.5e-4 * tile.rows * tile.tokens  # keeping them in L2
 
 
 @functools.lru_cache(4096)
@@ -125,14 +131,17 @@ def plan(tokens: int, n: int, k: int, shares: int, processors: int) -> tuple[Lau
         return Launch(tile._replace(stagger=tile.walk and cluster_of(tile, shares) < shares), first, rows)  # no gain elsewhere
 
     best = min(tiles, key=lambda tile: us(tile, n))
-    largest, columns = MANY[-1], -(-tokens // MANY[-1].tokens)
-    first = -(-n // largest.rows) * columns // processors * processors // columns * largest.rows
-    if 0 < first < n:
+    columns, found, least = -(-tokens // LARGEST.tokens), (launch(best, 0, n),), 0.98 * us(best, n)
+    for full in range(1, waves(LARGEST, n)):
+        first = full * processors // columns * LARGEST.rows
+        if not 0 < first < n:
+            continue
         rest = min(tiles, key=lambda tile: us(tile, n - first))
-        total = us(largest, first) + us(rest, n - first) + 3  # a launch
-        if total < 0.96 * us(best, n):
-            return launch(largest, 0, first), launch(rest, first, n - first)
-    return (launch(best, 0, n),)
+        total = us(LARGEST, first) + us(rest, n - first) + 2
+        if total < least:
+            found = launch(LARGEST, 0, first), launch(rest, first, n - first)
+            least = total
+    return found
 
 
 def shared_memory(tile: Tile, cluster: int, tile_bytes: int) -> tuple[int, int]:
@@ -203,7 +212,10 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
         packed = torch.cat((packed, held.view(*packed.shape[:2], -1).view(torch.uint8)), -1)
     row = torch.nn.functional.pad(row, (0, n_padded - n)).contiguous()
     zeros = 0 if weight.zero is None else 1 + addends
-    return Packed(n, k, group, zeros, min(shares_for(n, k), k_padded // BLOCK), shape.dtype, packed.contiguous(), row)
+    shares = min(shares_for(n, k), k_padded // BLOCK)
+    if shape.device.type == "cuda":
+        compile_ahead(n, k, shares, group, zeros, shape.dtype, processors(shape.device.index or 0))
+    return Packed(n, k, group, zeros, shares, shape.dtype, packed.contiguous(), row)
 
 
 def _by_tile(values: Tensor, group: int, n_padded: int, k_padded: int) -> Tensor:
@@ -239,6 +251,12 @@ def source_and_defines(tile: Tile, shares: int, group: int, zero: int, dtype: to
 def kernel(tile: Tile, shares: int, group: int, zero: int, dtype: torch.dtype, device: int, size: int) -> ctypes.c_void_p:
     code = nvrtc.machine_code(*source_and_defines(tile, shares, group, zero, dtype))
     return nvrtc.load(code, "w4a16", size, device)
+
+
+@functools.cache
+def compile_ahead(n: int, k: int, shares: int, group: int, zero: int, dtype: torch.dtype, count: int) -> None:
+    tiles = {launch.tile for m in usual_batches(n, k) for launch in plan(m, n, k, shares, count)}
+    nvrtc.compile_ahead(source_and_defines(tile, shares, group, zero, dtype) for tile in tiles)
 
 
 def _run(packed: Packed, x: Rows | Tensor) -> Tensor:

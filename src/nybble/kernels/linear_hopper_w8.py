@@ -1,8 +1,11 @@
 """W8A8 linears on Hopper (sm_90a), in CUDA (`w8a8_sm90.cu`): int8 per token and channel, and FP8 E4M3 per token or tensor and
 channel or tensor, and in blocks (one scale per token, row and 128 channels).
 
-int8 sums are int32. FP8 sums are taken over the channels in one order, 512 at a time in the tensor core (128 in blocks) and
-these in float32: no tile and no batch changes a bit of either. This file packs weights, chooses a tile by a table and launches.
+int8 sums are int32. FP8 products are added in the tensor core, which keeps about 14 bits of the largest; left alone (cuBLAS's
+fast accumulation) a sum of 13824 is 2.8e-3 off, more than rounding it to bf16 costs (1.7e-3). So every 2048 channels its
+leading 8 bits move to a bf16 beside it and the rest goes on, which leaves 8.3e-4 and takes half the registers of a second
+float32 sum; in blocks each 128 channels' sum, times its scales, is added in float32 (1.3e-4). Channels are taken in one order:
+no tile and no batch changes a bit. This file packs weights, chooses tiles and launches.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
 ROWS = 64  # of a packed tile, and of a warpgroup
-INTEGER, FLOAT, BLOCKS = 0, 1, 2  # KIND of the .cu
+INTEGER, FLOAT, BLOCKS, EVEN_BLOCKS = 0, 1, 2, 3  # KIND of the .cu; the last for batches, where 128 rows share a scale
 PER_TOKEN, PER_GROUP, STATIC = 1, 2, 3  # QUANTIZE of the .cu
 
 
@@ -37,9 +40,9 @@ class Tile(NamedTuple):
     """64 weight rows a warpgroup x `tokens`; as many steps of 128 channels in flight as shared memory holds.
 
     cluster: programs with neighbouring rows that share their tokens, each copying a part for all. resident: programs that fit
-    a processor. order: token tiles before the next rows. piece: tokens of one product in FP8 blocks, `buffers` of them in
-    flight beside the float32 sums (else: all tokens at once). staged: outputs of 16 bits leave by copies from shared memory,
-    16 tokens each.
+    a processor. order: token tiles before the next rows. staged: outputs of 16 bits leave by copies from shared memory, 16
+    tokens each. turned: so many weight rows are the tensor core's columns, and tokens its rows, for blocks of
+    128 x 128.
     """
 
     tokens: int
@@ -47,17 +50,15 @@ class Tile(NamedTuple):
     cluster: int = 1
     resident: int = 1
     order: int = 8
-    piece: int = 0
-    buffers: int = 2
     staged: bool = False
+    turned: int = 0
 
     @property
     def rows(self) -> int:
-        return ROWS * self.warpgroups
+        return self.turned or ROWS * self.warpgroups
 
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups + (128 if self.registers else 32)
+    def threads(self, kind: int) -> int:
+        return 128 * self.warpgroups + (128 if self.registers else 32 if kind < BLOCKS else 64)
 
     @property
     def registers(self) -> int:
@@ -65,53 +66,80 @@ class Tile(NamedTuple):
         return 224 if self.warpgroups == 2 and self.tokens >= 128 else 0
 
 
-# Few tokens, (tokens and rows at most, tile), the first match wins; more: see `tile_for`. Both from sweeps on an H200 over the
+# Few tokens, (tokens and rows at most, tile), the first match wins; more: see `plan`. Both from sweeps on an H200 over the
 # four Llama-2-13B linears at 1, 16, 32, 64, 128, 256, 512, 1024 and 4096 tokens.
 ANY = 1 << 30
 FEW = tuple(row for t in (8, 16, 32, 64) for row in ((t, 8192, Tile(t)), (t, ANY, Tile(t, 2))))
+WIDE_128 = Tile(128, 2, 4, staged=True)
 NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
-    INTEGER: (*FEW, (128, 8192, Tile(128, 1, 4)), (128, ANY, Tile(128, 2, 4, staged=True))),
-    FLOAT: (*FEW, (128, 8192, Tile(128)), (128, ANY, Tile(128, 2, 4, staged=True))),
+    INTEGER: (*FEW, (128, 8192, Tile(128, 1, 4)), (128, ANY, WIDE_128)),
+    FLOAT: (*FEW, (128, 8192, Tile(128)), (128, ANY, WIDE_128)),
     BLOCKS: (
         *(row for t in (16, 32, 64) for row in ((t, 8192, Tile(t, 1, 2)), (t, ANY, Tile(t, 1, 1, 2)))),
         (128, 8192, Tile(128, 1, 4)),
-        (128, ANY, Tile(128, 2, 4, staged=True)),
+        (128, ANY, WIDE_128),
     ),
 }
-WIDE = {
-    INTEGER: (Tile(256, 2, 2, staged=True), Tile(176, 2, 2, staged=True), Tile(128, 2, 4, staged=True)),
-    FLOAT: (*(Tile(t, 2, 2, staged=True) for t in (176, 160)), Tile(128, 2, 4, staged=True)),
-    BLOCKS: (Tile(256, 2, 2, staged=True), Tile(176, 2, 2, staged=True), Tile(128, 2, 4, staged=True)),
+NARROW[EVEN_BLOCKS] = (
+    *NARROW[BLOCKS][:4],
+    (64, 8192, Tile(64, 1, 2, turned=64)),
+    (64, ANY, Tile(64, 1, 2, turned=128)),
+    (128, 8192, Tile(128, 2, turned=64)),
+    (128, ANY, Tile(128, 2, turned=128)),
+)
+# For more tokens; the first is what whole rounds in two launches are made of.
+EIGHT_BIT = (Tile(256, 2, staged=True), *(Tile(t, 2, 2, staged=True) for t in (208, 176, 144)), WIDE_128)
+WIDE: dict[int, tuple[Tile, ...]] = {
+    INTEGER: EIGHT_BIT,
+    FLOAT: EIGHT_BIT,
+    BLOCKS: (WIDE_128,),
+    EVEN_BLOCKS: (Tile(256, 2, turned=128), Tile(128, 2, turned=128)),
 }
-TILE_TOKENS = 48  # what starting and storing a tile costs, as tokens
+TILE_TOKENS, LAUNCH_TOKENS = 32, 16  # what starting and storing a tile costs, and a launch, as tokens
+MOST_ROUNDS = 10  # of more, power is the limit and not the last round
 
 
-def with_pieces(tile: Tile, kind: int) -> Tile:
-    """The tile with the pieces that its FP8 products are cut into, if it names none."""
-    if kind != BLOCKS or tile.piece:
-        return tile
-    piece = 128 if tile.tokens == 256 else tile.tokens  # 256 do not fit in registers twice
-    return tile._replace(piece=piece, buffers=2 if tile.tokens // 2 + piece <= 192 else 1)
+class Launch(NamedTuple):
+    """A tile and the rows it is for, `first` a multiple of its rows."""
+
+    tile: Tile
+    first: int
+    rows: int
 
 
-def tile_for(kind: int, tokens: int, rows: int, processors: int) -> Tile:
-    """From the table, or the wide tile with the least rounds over all processors times tokens of a tile: the sweep's best or
-    at most 5 % behind it."""
+@functools.lru_cache(4096)
+def plan(kind: int, tokens: int, rows: int, processors: int) -> tuple[Launch, ...]:
+    """The launches for a batch: from the table for few tokens; else the wide tile with the least rounds over all processors
+    times its tokens, or whole rounds of the widest and the rest in tiles that fit one round better. Neither moves a bit."""
     for most, widest, tile in NARROW[kind]:
         if tokens <= most and rows <= widest:
-            return with_pieces(tile, kind)
+            return (Launch(tile, 0, rows),)
 
-    def cost(tile: Tile) -> int:
-        tiles = -(-rows // (tile.rows * tile.cluster)) * tile.cluster * -(-tokens // tile.tokens)
-        return -(-tiles // processors) * (tile.tokens + TILE_TOKENS)
+    def rounds(tile: Tile, rows: int) -> int:
+        return -(-(-(-rows // (tile.rows * tile.cluster)) * tile.cluster * -(-tokens // tile.tokens)) // processors)
 
-    return with_pieces(min(WIDE[kind], key=cost), kind)
+    def cost(tile: Tile, rows: int) -> int:
+        return rounds(tile, rows) * (tile.tokens + TILE_TOKENS)
+
+    wide = WIDE[kind]
+    best = min(wide, key=lambda tile: cost(tile, rows))
+    found, least = (Launch(best, 0, rows),), 0.97 * cost(best, rows)
+    for full in range(1, rounds(wide[0], rows) if rounds(wide[0], rows) <= MOST_ROUNDS else 1):
+        first = full * processors // -(-tokens // wide[0].tokens) * wide[0].rows
+        if not 0 < first < rows:
+            continue
+        rest = min(wide, key=lambda tile: cost(tile, rows - first))
+        total = cost(wide[0], first) + cost(rest, rows - first) + LAUNCH_TOKENS
+        if total < least:
+            found, least = (Launch(wide[0], 0, first), Launch(rest, first, rows - first)), total
+    return found
 
 
 def shared_memory(tile: Tile, kind: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
-    each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind == BLOCKS else 0)) + 16
+    each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind >= BLOCKS else 0)) + 16
     outputs = 16384 * tile.warpgroups if tile.staged else 0
+    outputs += tile.warpgroups * -(-tile.tokens // 64) * 256 if kind < BLOCKS and tile.tokens > 64 else 0
     stages = min(24, (nvrtc.room(tile.resident) - outputs) // each)
     return stages, -(-(stages * each + outputs) // 128) * 128
 
@@ -139,8 +167,8 @@ def pack_tiles(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """codes: see `pack_tiles`. scale: float32 [N padded], or [K / 128, N padded] in blocks. act: how FP8 activations are made,
-    act_scale: float32 [1], where it is static."""
+    """codes: see `pack_tiles`. scale: float32 [N padded to 128], or [K / 128, N padded] in blocks. act: how FP8 activations are
+    made, act_scale: float32 [1], where it is static."""
 
     kind: int
     n: int
@@ -158,14 +186,16 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
     assert shape.scheme.act is not None
     weight = weight.to(shape.device)
     n, k = weight.shape
-    padding = -n % ROWS
-    codes = torch.nn.functional.pad(weight.codes.view(torch.uint8), (0, -k % BLOCK, 0, padding))
+    codes = torch.nn.functional.pad(weight.codes.view(torch.uint8), (0, -k % BLOCK, 0, -n % ROWS))
     groups = weight.scale.shape[1]
     scale = expand(weight.scale, (n, groups), tile=(weight.spec.tile[0], None))
     kind = INTEGER if weight.spec.num == INT8 else BLOCKS if shape.scheme.act.group == BLOCK else FLOAT
     if kind == BLOCKS:
+        kind = BLOCKS if weight.spec.tile[0] is not None and weight.spec.tile[0] % BLOCK else EVEN_BLOCKS
         scale = scale.expand(n, -(-k // BLOCK))
-    scale = torch.nn.functional.pad(scale.t(), (0, padding)).contiguous()
+    scale = torch.nn.functional.pad(scale.t(), (0, -n % BLOCK)).contiguous()
+    if shape.device.type == "cuda":
+        compile_ahead(kind, n, k, shape.dtype, processors(shape.device.index or 0))
     given = None if shape.act_scale is None else torch.tensor([shape.act_scale], device=shape.device)
     return Packed(kind, n, k, shape.dtype, pack_tiles(codes), scale, shape.scheme.act, given)
 
@@ -179,7 +209,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles")),
-        *((name, ctypes.c_int) for name in ("order", "x_stride")),
+        *((name, ctypes.c_int) for name in ("order", "x_stride", "first")),
     ]
 
 
@@ -188,34 +218,49 @@ class QuantizeArguments(ctypes.Structure):
                 ("stride", ctypes.c_int)]  # fmt: skip
 
 
-def product(kind: int, tokens: int) -> str:
-    """CUDA for the sums' type and one wgmma: 64 rows x 32 channels times `tokens` x 32 channels, both in shared memory."""
-    n, sum_type, letter = tokens // 2, *(("int", "r") if kind == INTEGER else ("float", "f"))
+def product(kind: int, columns: int) -> str:
+    """CUDA for the sums' type and one wgmma: 64 rows x 32 channels times `columns` x 32 channels, both in shared memory."""
+    n, sum_type, letter = columns // 2, *(("int", "r") if kind == INTEGER else ("float", "f"))
     sums, places = ", ".join(f"%{i}" for i in range(n)), ", ".join(f'"+{letter}"(sum[{i}])' for i in range(n))
     types, signs = ("s32.s8.s8", "") if kind == INTEGER else ("f32.e4m3.e4m3", ", 1, 1")
     return (
-        f"typedef {sum_type} Sum;\n"
-        f"__device__ __forceinline__ void product(Sum (&sum)[{n}], unsigned long long w, unsigned long long x, int add) {{\n"
+        f"typedef {sum_type} Sum; typedef unsigned long long Operand;\n"
+        f"__device__ __forceinline__ void product(Sum (&sum)[{n}], Operand rows, Operand columns, int add) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0;"\n'
-        f'      "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types} {{{sums}}}, %{n}, %{n + 1}, p{signs}; }}"\n'
-        f'      : {places} : "l"(w), "l"(x), "r"(add));\n}}\n'
+        f'      "wgmma.mma_async.sync.aligned.m64n{columns}k32.{types} {{{sums}}}, %{n}, %{n + 1}, p{signs}; }}"\n'
+        f'      : {places} : "l"(rows), "l"(columns), "r"(add));\n}}\n'
     )
 
 
 def source_and_defines(tile: Tile, kind: int, out: int) -> tuple[str, dict[str, int]]:
-    piece = tile.piece if kind == BLOCKS else tile.tokens
+    columns = tile.turned or tile.tokens
     defines = {
-        "KIND": kind, "TOKENS": tile.tokens, "PIECE": piece, "BUFFERS": tile.buffers, "STAGES": shared_memory(tile, kind)[0],
-        "WARPGROUPS": tile.warpgroups, "RESIDENT": tile.resident, "CLUSTER": tile.cluster, "REGISTERS": tile.registers,
-        "STAGED": int(tile.staged), "OUT": out,
+        "KIND": EVEN_BLOCKS if tile.turned else min(kind, BLOCKS), "TOKENS": tile.tokens, "COLUMNS": columns,
+        "STAGES": shared_memory(tile, kind)[0], "WARPGROUPS": tile.warpgroups, "RESIDENT": tile.resident,
+        "CLUSTER": tile.cluster, "REGISTERS": tile.registers, "STAGED": int(tile.staged), "OUT": out,
     }  # fmt: skip
-    return product(kind, piece) + nvrtc.source("w8a8_sm90.cu"), defines
+    return product(kind, columns) + nvrtc.source("w8a8_sm90.cu"), defines
 
 
 @functools.cache
 def kernel(tile: Tile, kind: int, out: int, device: int) -> ctypes.c_void_p:
     source, defines = source_and_defines(tile, kind, out)
     return nvrtc.load(nvrtc.machine_code(source, defines), "w8a8", shared_memory(tile, kind)[1], device)
+
+
+def fitted(tile: Tile, n: int, dtype: torch.dtype) -> Tile:
+    return tile._replace(staged=tile.staged and n % 8 == 0 and dtype != torch.float32)
+
+
+def usual_batches(n: int, k: int) -> tuple[int, ...]:
+    """The sizes whose kernels a weight [n, k] will want; a small one, those of its start-up test."""
+    return (*range(1, 65), *range(80, 513, 16), *range(640, 2049, 128), 4096, 8192) if n * k >= 1 << 24 else (1, 40, 100, 300)
+
+
+@functools.cache
+def compile_ahead(kind: int, n: int, k: int, dtype: torch.dtype, count: int) -> None:
+    tiles = {fitted(launch.tile, n, dtype) for m in usual_batches(n, k) for launch in plan(kind, m, n, count)}
+    nvrtc.compile_ahead(source_and_defines(tile, kind, OUT[dtype]) for tile in tiles)
 
 
 @functools.cache
@@ -246,43 +291,50 @@ def most_clusters(tile: Tile, kind: int, handle: int, device: int) -> int:
     attribute, count = nvrtc.Attribute(nvrtc.CLUSTER_ATTRIBUTE), ctypes.c_int()
     attribute.value[:3] = [tile.cluster, 1, 1]
     size = shared_memory(tile, kind)[1]
-    config = nvrtc.LaunchConfig((tile.cluster, 1, 1), (tile.threads, 1, 1), size, None, ctypes.pointer(attribute), 1)
+    config = nvrtc.LaunchConfig((tile.cluster, 1, 1), (tile.threads(kind), 1, 1), size, None, ctypes.pointer(attribute), 1)
     status = nvrtc.driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(handle), ctypes.byref(config))
     nvrtc.check(status, f"counting clusters of {tile.cluster}")
     return max(1, count.value)
 
 
-def multiply(packed: Packed, tile: Tile, codes: Tensor, scale: Tensor, stride: int) -> Tensor:
+def multiply(packed: Packed, launches: tuple[Launch, ...], codes: Tensor, scale: Tensor, stride: int) -> Tensor:
     """Quantized rows [M, K] times the weight -> [M, N]. scale: as `quantize` gives it; stride: from one token's to the next's
-    (0: one for all), in blocks from one group's to the next's, a multiple of the tile's tokens."""
-    tokens, device = codes.shape[0], codes.device.index
+    (0: one for all), in blocks from one group's to the next's, a multiple of the tiles' tokens."""
+    tokens = codes.shape[0]
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
-    if tokens == 0:
-        return y
-    token_tiles, row_groups = -(-tokens // tile.tokens), -(-packed.n // (tile.rows * tile.cluster))
-    tile = tile._replace(staged=tile.staged and packed.n % 8 == 0 and packed.dtype != torch.float32)
+    for launch in launches if tokens else ():
+        _launch(packed, codes, scale, stride, y, *launch)
+    return y
+
+
+def _launch(packed: Packed, codes: Tensor, scale: Tensor, stride: int, y: Tensor, tile: Tile, first: int, rows: int) -> None:
+    tokens, device = codes.shape[0], codes.device.index
+    token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
+    tile = fitted(tile, packed.n, packed.dtype)
     handle = kernel(tile, packed.kind, OUT[packed.dtype], device)
     clusters = min(row_groups * token_tiles, most_clusters(tile, packed.kind, handle.value or 0, device))
     arguments = Arguments(
         packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
-        packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride,
+        packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride, first // tile.rows,
     )  # fmt: skip
-    rows = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
-    outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else rows
+    inputs = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
+    outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else inputs
     nvrtc.launch(
-        handle, clusters * tile.cluster, tile.threads, shared_memory(tile, packed.kind)[1], tile.cluster,
-        (rows, outputs, arguments), codes.device,
+        handle, clusters * tile.cluster, tile.threads(packed.kind), shared_memory(tile, packed.kind)[1], tile.cluster,
+        (inputs, outputs, arguments), codes.device,
     )  # fmt: skip
-    return y
 
 
 def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
     tokens = (x.codes if isinstance(x, Rows) else x).shape[0]
-    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, processors(packed.codes.device.index))
+    launches = plan(packed.kind, tokens, packed.n, processors(packed.codes.device.index))
+    if packed.tile is not None:
+        launches = (Launch(packed.tile, 0, packed.n),)
     if isinstance(x, Rows):
-        return multiply(packed, tile, x.codes.contiguous(), x.scale.contiguous(), 1)
-    stride = -(-tokens // tile.tokens) * tile.tokens if packed.kind == BLOCKS else 1 if packed.act_scale is None else 0
-    return multiply(packed, tile, *quantize(x.contiguous(), packed.act, packed.act_scale, stride), stride)
+        return multiply(packed, launches, x.codes.contiguous(), x.scale.contiguous(), 1)
+    most = max(launch.tile.tokens for launch in launches)  # a multiple of the other's
+    stride = -(-tokens // most) * most if packed.kind >= BLOCKS else 1 if packed.act_scale is None else 0
+    return multiply(packed, launches, *quantize(x.contiguous(), packed.act, packed.act_scale, stride), stride)
 
 
 def _refuse(shape: LinearShape) -> str | None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
+import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from nybble.config import cache_dir
+from nybble.kernels import compile_cuda
 
 ARCHITECTURE = "sm_90a"
 BLOCK = 128  # input channels of a step of every GEMM here
@@ -57,9 +61,7 @@ def compiler() -> ctypes.CDLL:
     names = [str(f) for folder in folders for f in sorted(folder.glob(f"*/lib/libnvrtc.so.{major}"))]
     for name in [*names, f"libnvrtc.so.{major}", "libnvrtc.so"]:
         try:
-            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
-                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # it looks for them by name, not beside itself
-            return ctypes.CDLL(name)
+            return compile_cuda.open_library(name)
         except OSError:
             continue
     raise OSError(f"no libnvrtc.so.{major}: install nvidia-cuda-nvrtc of the CUDA version that torch uses")
@@ -123,38 +125,49 @@ def source(name: str) -> str:
     return folder.joinpath("sm90.cuh").read_text() + folder.joinpath(name).read_text()
 
 
-def machine_code(source: str, defines: Mapping[str, int]) -> bytes:
-    """The cubin of `source` with the macros `defines`, cached or compiled. RuntimeError has the compiler's log."""
-    nvrtc = compiler()
+def _place(source: str, defines: Mapping[str, int]) -> tuple[list[str], Path]:
+    """The compiler's options, and where the code is kept: under a hash of everything that makes it."""
     major, minor = ctypes.c_int(), ctypes.c_int()
-    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", *(f"-D{k}={int(v)}" for k, v in sorted(defines.items()))]
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:24]
-    kept = cache_dir() / f"{ARCHITECTURE}-{key}.cubin"
-    if kept.exists():
-        return kept.read_bytes()
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    if failed:
-        raise RuntimeError(f"NVRTC could not compile a kernel ({defines}): {log.value.decode(errors='replace')}")
-    if nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)):
-        raise RuntimeError(f"NVRTC compiled a kernel ({defines}) but has no code for {ARCHITECTURE}")
-    code = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, code)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
-            part.write(code.raw)
-        os.replace(part.name, kept)  # whole or not at all, whoever else compiles it now
-    except OSError:
-        pass  # a cache that cannot be written costs time only
-    return code.raw
+    return options, cache_dir() / f"{ARCHITECTURE}-{key}.cubin"
+
+
+@functools.cache
+def _ahead() -> tuple[dict[Path, threading.Event], threading.Semaphore]:
+    """What is being compiled by other processes, and how many more of them may start."""
+    return {}, threading.Semaphore(max(1, (os.cpu_count() or 2) - 1))
+
+
+def compile_ahead(wanted: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+    """Start compiling each (source, defines) that is not kept yet, in processes of their own, and return. `machine_code` waits
+    for one that it is asked for meanwhile, and compiles it itself where that came to nothing."""
+    running, places = _ahead()
+
+    def compile_apart(source: str, options: list[str], path: Path, done: threading.Event) -> None:
+        job = {"library": compiler()._name, "source": source, "options": options, "path": str(path)}
+        with places, suppress(OSError):  # isolated, or the folder's `types` would hide Python's
+            subprocess.run([sys.executable, "-IS", compile_cuda.__file__], input=json.dumps(job).encode(), capture_output=True)
+        done.set()
+
+    for source, defines in wanted:
+        options, path = _place(source, defines)
+        if path not in running and not path.exists():
+            running[path] = threading.Event()
+            threading.Thread(target=compile_apart, args=(source, options, path, running[path]), daemon=True).start()
+
+
+def machine_code(source: str, defines: Mapping[str, int]) -> bytes:
+    """The cubin of `source` with the macros `defines`, cached or compiled. RuntimeError has the compiler's log."""
+    options, path = _place(source, defines)
+    if (done := _ahead()[0].get(path)) is not None:
+        done.wait()
+    if path.exists():
+        return path.read_bytes()
+    code = compile_cuda.compile_cuda(compiler(), source, options)
+    compile_cuda.keep(code, path)
+    return code
 
 
 # ---- loading and launching ----------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nybble.kernels import nvrtc, ops_triton
-from nybble.kernels.types import Rows
+from nybble.kernels import attention_triton, decode_hopper, nvrtc, ops_triton
+from nybble.kernels.types import LayerKV, Rows, Step
 
 PLAIN, NORM, SILU = 0, 1, 2  # OP of the .cu
 OUT = {torch.bfloat16: 0, torch.float16: 1}
@@ -45,24 +46,24 @@ class Arguments(ctypes.Structure):
     """`Arguments` of the .cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "h", "codes", "scale")),
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "h", "codes", "scale", "most")),
         ("eps", ctypes.c_float),
     ]  # fmt: skip
 
 
-def source_and_defines(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, wide: bool = False
-                       ) -> tuple[str, dict[str, int]]:
-    """wide: the norm's weights are float32, not of the rows' type."""
+def source_and_defines(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, wide: bool = False,
+                       share: int = 0) -> tuple[str, dict[str, int]]:
+    """wide: the norm's weights are float32, not of the rows' type. share: SHARE of the .cu."""
     root = f"constexpr float ROOT = {hadamard**-0.5 if hadamard else 1.0:.9e}f;\n"
     defines = {"OP": op, "WIDTH": width, "THREADS": shape.threads, "VECTORS": shape.vectors, "CLUSTER": shape.cluster,
-               "HADAMARD": hadamard, "RESIDUAL": int(residual), "WIDE": int(wide), "OUT": out}  # fmt: skip
+               "HADAMARD": hadamard, "RESIDUAL": int(residual), "WIDE": int(wide), "OUT": out, "SHARE": share}  # fmt: skip
     return root + nvrtc.source("rows_sm90.cu"), defines
 
 
 @functools.cache
-def kernel(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, wide: bool, device: int
+def kernel(op: int, width: int, shape: Shape, hadamard: int, residual: bool, out: int, wide: bool, share: int, device: int
            ) -> ctypes.c_void_p:
-    code = nvrtc.machine_code(*source_and_defines(op, width, shape, hadamard, residual, out, wide))
+    code = nvrtc.machine_code(*source_and_defines(op, width, shape, hadamard, residual, out, wide, share))
     return nvrtc.load(code, "rows", 0, device)
 
 
@@ -76,15 +77,16 @@ def fits(op: int, x: Tensor, width: int, hadamard: int = 0, *others: Tensor | No
 
 
 def _run(op: int, x: Tensor, width: int, hadamard: int = 0, residual: Tensor | None = None, weight: Tensor | None = None,
-         eps: float = 0.0, h: Tensor | None = None) -> Rows:
+         eps: float = 0.0, h: Tensor | None = None, share: int = 0, most: Tensor | None = None) -> Rows:
     rows, device = len(x), x.device
     codes = torch.empty((rows, width), dtype=torch.int8, device=device)
     scale = torch.empty(rows, dtype=torch.float32, device=device)
-    tensors = (x, residual, weight, h, codes, scale)
+    tensors = (x, residual, weight, h, codes, scale, most)
     arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), eps)
     shape = shape_for(op, width, hadamard, rows)
     wide = weight is not None and weight.dtype == torch.float32
-    nvrtc.launch(kernel(op, width, shape, hadamard, residual is not None, OUT[x.dtype], wide, device.index),
+    nvrtc.launch(kernel(op, width, shape, hadamard, residual is not None, OUT[x.dtype], wide, share,
+                        device.index),
                  rows * shape.cluster, shape.threads, 0, shape.cluster, (arguments,), device)  # fmt: skip
     return Rows(codes, scale)
 
@@ -110,9 +112,34 @@ def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Row
     return _run(SILU, gate_up.contiguous(), width, hadamard)
 
 
+def silu_mul_part(gate_up: Tensor, hadamard: int, largest: Callable[[Tensor], Tensor]) -> Rows | None:
+    """This rank's columns of `silu_mul`'s int8 rows, whose parts several ranks have: the bits and scales of the whole rows.
+    largest: float32 [M] magnitudes of the part -> those of the rows. None where this does not fit."""
+    width = gate_up.shape[1] // 2
+    if width % max(1, hadamard) or hadamard & (hadamard - 1) or not fits(SILU, gate_up, width, hadamard):
+        return None
+    gate_up = gate_up.contiguous()
+    most = largest(_run(SILU, gate_up, width, hadamard, share=1).scale)
+    return _run(SILU, gate_up, width, hadamard, share=2, most=most.contiguous())
+
+
 def quantize_rows(x: Tensor) -> Rows:
     """`reference.quantize_rows`, bit for bit."""
     return _run(PLAIN, x.contiguous(), x.shape[1]) if fits(PLAIN, x, x.shape[1]) else ops_triton.quantize_rows(x)
 
 
-OPS = replace(ops_triton.OPS, name="hopper", rms_norm=rms_norm, silu_mul=silu_mul, quantize_rows=quantize_rows)
+def decode(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, scale: float, window: int, quantize: bool
+           ) -> Tensor | Rows:
+    """`rope_write`, attention and, with `quantize`, `quantize_rows` of a step of generated tokens, one each row; the same
+    bits in one kernel where it fits. qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq, D] or int8 rows."""
+    head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
+    heads, qkv = qkv.shape[1] // head_dim - 2 * kv_heads, qkv.contiguous()
+    if decode_hopper.fits(qkv, heads, kv, step, cos_sin.shape[1], window):
+        return decode_hopper.run(qkv, heads, kv, step, scale, cos_sin, quantize)
+    q = ops_triton.rope_write(qkv, kv, step, cos_sin, kv_heads, None, None, 0.0)
+    seen = attention_triton.attention(q, kv, step, scale, window)
+    return quantize_rows(seen.flatten(1)) if quantize else seen
+
+
+OPS = replace(ops_triton.OPS, name="hopper", rms_norm=rms_norm, silu_mul=silu_mul, quantize_rows=quantize_rows, decode=decode,
+              silu_mul_part=silu_mul_part)

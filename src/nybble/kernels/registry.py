@@ -60,6 +60,8 @@ class Ops:
     attention: Callable[[Tensor, LayerKV, Step, float, int], Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
     turn_heads: Callable[[Tensor, Tensor], Tensor]
+    silu_mul_part: Callable[..., Rows | None] | None = None  # see `ops_hopper`; not every device has it
+    decode: Callable[..., Tensor | Rows] | None = None  # rope_write, attention and quantize_rows of generated tokens, at once
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 // Rows of 16-bit values to int8 codes and a scale on Hopper: OP 0 as they are; 1 after RMSNorm; 2 after SiLU(gate) * up, and with
-// HADAMARD the orthonormal matrix of that size on every so many neighbours. `sm90.cuh` goes first.
+// HADAMARD the orthonormal matrix of that size on every so many neighbours. `sm90.cuh` goes first. SHARE is for rows of which
+// others have parts: 1 gives the largest magnitude of this part in place of a scale, and no codes; 2 is given that of the row.
 //
 // A cluster of CLUSTER blocks has a row, a thread VECTORS times eight neighbours of it. Loads are all in flight at once; one
 // barrier finds the row's sum and its largest value, in an order that WIDTH and the threads of a cluster fix.
@@ -15,6 +16,7 @@ struct Arguments {
   uint4* h;
   uint2* codes;
   float* scale;
+  const float* most;
   float eps;
 };
 
@@ -23,23 +25,12 @@ __device__ __forceinline__ uint4 load(const uint4* p) {  // here, not where its 
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 codes_of(const float* y, float by) {  // adding 1.5 * 2^23 rounds, ties to even
-  u32 c[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) c[i] = __float_as_uint(__fadd_rn(__fmul_rn(y[i], by), 12582912.f));
-  return __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
-}
 __device__ __forceinline__ float silu(float x) {
   float share;
   asm("{ mul.f32 %0, %1, 0fBFB8AA3B; ex2.approx.ftz.f32 %0, %0; add.f32 %0, %0, 0f3F800000; rcp.approx.ftz.f32 %0, %0; }"
       : "=f"(share)
       : "f"(x));
   return x * share;
-}
-__device__ __forceinline__ float warp_largest(float v) {  // numbers without a sign are ordered as their bits are
-  u32 bits;
-  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(v)));
-  return __uint_as_float(bits);
 }
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -159,6 +150,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(by) : "f"(warp_sum(part.x) / WIDTH + a.eps));
     most *= by;
   }
+  if (SHARE == 1) {
+    if (first == 0) a.scale[row] = most;
+    return;
+  }
+  if (SHARE == 2) most = a.most[row];
   most = fmaxf(most, 1e-10f);
   const float inverse = __fdiv_rn(127.f, most);
 #pragma unroll

@@ -136,6 +136,12 @@ def check_attention(ops: Ops, kv: LayerKV, heads: int, window: int, dtype: torch
     names = ("turned queries", "stored keys", "stored values")
     errors = {name: _relative(*pair) for name, *pair in zip(names, (q, *kept), expected, strict=True)}
     errors["attention"] = max(_relative(*pair) for pair in zip(found, want))
+    if ops.decode is not None:
+        one = asked[:3].to(device)  # of a row each
+        alone = replace(step, positions=step.positions[one], slots=step.slots[one], context_len=step.context_len[:3],
+                        block_table=step.block_table[:3])  # fmt: skip
+        seen = ops.decode(qkv[one], cache, alone, cos_sin, kv_heads, head_dim**-0.5, window, False)
+        errors["attention of generated tokens"] = _relative(seen.flatten(1), found[:3])
     for name, error in errors.items():
         if not error < (0.1 if name.startswith("stored") else 0.05):
             raise RuntimeError(f"{name} ({ops.name}) of a {kv.name} cache on {device} are off by {error:.2g} of their size in "

@@ -11,7 +11,7 @@ struct alignas(64) TensorMap {  // CUtensorMap, a __grid_constant__ parameter
   u64 opaque[16];
 };
 // L2 policies: weights that are read once, or again by the next tiles; activations, that every row tile reads.
-constexpr u64 EVICT_FIRST = 0x12F0000000000000, EVICT_NORMAL = 0x1000000000000000, EVICT_LAST = 0x14F0000000000000;
+enum : u64 { EVICT_FIRST = 0x12F0000000000000, EVICT_NORMAL = 0x1000000000000000, EVICT_LAST = 0x14F0000000000000 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -24,10 +24,8 @@ __device__ __forceinline__ u32 in_cluster(u32 address, u32 rank) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
-__device__ __forceinline__ void cluster_meet() {  // where no data is exchanged
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  cluster_wait();
-}
+__device__ __forceinline__ void cluster_here() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_meet() { cluster_here(), cluster_wait(); }  // where no data is exchanged
 __device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Before this nothing may be read that the kernel ahead wrote, and nothing written that it reads.
 __device__ __forceinline__ void wait_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -168,4 +166,17 @@ __device__ __forceinline__ void store_one(void* y, size_t at, float a) {
     ((float*)y)[at] = a;
   else
     ((unsigned short*)y)[at] = one;
+}
+
+// ---- rows to int8 ----
+__device__ __forceinline__ u32 codes_of(const float* y, float by) {  // adding 1.5 * 2^23 rounds, ties to even
+  u32 c[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) c[i] = __float_as_uint(__fadd_rn(__fmul_rn(y[i], by), 12582912.f));
+  return __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
+}
+__device__ __forceinline__ float warp_largest(float v) {  // numbers without a sign are ordered as their bits are
+  u32 bits;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(v)));
+  return __uint_as_float(bits);
 }

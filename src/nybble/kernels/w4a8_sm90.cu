@@ -6,31 +6,50 @@
 // tile, whose int32 sums are added through distributed shared memory, or with THROUGH_MEMORY, as plain blocks, through global.
 //
 // Defined by the host: TOKENS (a tile's), STAGES, ROW_TILES (64-row tiles of a warpgroup: 1, 2), WARPGROUPS, RESIDENT (blocks a
-// processor must hold), CLUSTER_K, MODE (0 int4, 1 int4 with whole group scales), OUT (0 bf16, 1 fp16, 2 fp32), KEEP
-// (weights are read more than once), REGISTERS (of a multiplying thread, taken from the copying ones that then number 128; 0:
-// all alike), WARP_LEVEL (mma.sync of each warp, for few tokens), STREAM (the tiles that fill no wave are cut in equal shares, partial sums through global
-// memory), LAG (steps that the second warpgroup starts late,
-// so that its ends fall into the products of the first), and those of sm90.cuh; and `product(int (&sum)[TOKENS / 2], const unsigned (&a)[4], u64 x)`.
+// processor must hold), CLUSTER_K, MODE (0 int4, 1 int4 with whole group scales, 2 with float16 ones), OUT (0 bf16, 1 fp16, 2
+// fp32), REGISTERS (of a multiplying thread, taken from the copying ones that then number 128; 0: all alike), WARP_LEVEL
+// (mma.sync of each warp, for few tokens), STREAM (the tiles that fill no wave are cut in equal shares, partial sums through
+// global memory), LAG (steps that the second warpgroup starts late, so that its ends fall into the products of the first), AHEAD
+// (stages of weights copied before the kernel ahead has ended: activations queue up behind them), those of sm90.cuh; and
+// `product(int (&sum)[TOKENS / 2], const unsigned (&a)[4], u64 x)`.
 
 constexpr int COPIERS = REGISTERS ? 128 : 32, COPY_REGISTERS = RESIDENT == 1 ? 40 : 32;
 constexpr int BM = 64 * ROW_TILES * WARPGROUPS, GROUPS = TOKENS / 8;
 constexpr int PACKED = 8192;  // bytes of 128 rows x 128 channels
-constexpr int W_BYTES = BM / 128 * PACKED, X_BYTES = TOKENS * 128, S_BYTES = MODE == 1 ? BM : 0;
+constexpr int W_BYTES = BM / 128 * PACKED, X_BYTES = TOKENS * 128, S_BYTES = MODE * BM;
 constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES, BARRIERS_AT = S_AT + STAGES * S_BYTES;
 constexpr int OWNED = (GROUPS + CLUSTER_K - 1) / CLUSTER_K;  // groups of eight tokens that one share of a cluster finishes
 constexpr int PIECE = WARPGROUPS * 128 * 16;                 // one group of one 64-row tile of every warpgroup
 constexpr int BY_AT = BARRIERS_AT + 16 * STAGES;             // scales of a tile's tokens, of each warpgroup
 constexpr int SUM_AT = (BY_AT + WARPGROUPS * TOKENS * 4 + 127) / 128 * 128, SUM_BYTES = THROUGH_MEMORY ? 0 : (CLUSTER_K - 1) * OWNED * ROW_TILES * PIECE;
 constexpr bool SUM_APART = SUM_BYTES <= 16384;  // else sums use the stages, once nobody reads them any more
+static_assert(0 < AHEAD && AHEAD <= STAGES, "");
 
 // Operands of the products of 64 rows with channels 32 h.. and 64 + 32 h... Per channel: 16 * code, two instructions for four
 // weights. Groups: nibbles u = code + 8 and a whole scale s <= 16; u * s + 128 - 8 s fits an unsigned byte, so one multiply
-// serves four lanes without a carry, and flipping the top bits takes the 128 off again.
+// serves four lanes without a carry, and flipping the top bits takes the 128 off again. Float16 scales: code * scale + 1280 is
+// rounded once, to an even whole number at ties, and its low byte is the int8.
 struct Pair {
   u32 low[4], high[4];
 };
 __device__ __forceinline__ uint4 load_packed(u32 tile, int half, int odd, int thread) {
   return load_shared(tile + (half * 2 + odd) * 2048 + thread * 16);
+}
+__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {  // pairs of float16
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <u32 MASK>
+__device__ __forceinline__ u32 nibbles(u32 v) {  // two, under the exponent bits of 1024, where they count ones or sixteens
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(v), "n"(MASK), "n"(0x64006400));
+  return d;
+}
+__device__ __forceinline__ u32 bytes_of(u32 even, u32 odd) {
+  u32 four;
+  asm("prmt.b32 %0, %1, %2, 0x6240;" : "=r"(four) : "r"(even), "r"(odd));
+  return four;
 }
 __device__ __forceinline__ void unpack(Pair& out, const uint4& packed, u32 scales) {
   const u32 w[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -39,6 +58,20 @@ __device__ __forceinline__ void unpack(Pair& out, const uint4& packed, u32 scale
     if (MODE == 0) {
       out.low[i] = (w[i] << 4) & 0xF0F0F0F0u;
       out.high[i] = w[i] & 0xF0F0F0F0u;
+    } else if (MODE == 2) {
+      constexpr u32 ONE = 0x3C003C00, SIXTEENTH = 0x2C002C00, M72 = 0xD480D480, M1032 = 0xE408E408, TO_BYTE = 0x65006500;
+      const u32 s = __byte_perm(scales, 0, i % 2 ? 0x3232 : 0x1010), odd = w[i] >> 8;
+#pragma unroll
+      for (int high = 0; high < 2; high++) {
+        u32 two[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const u32 v = j ? odd : w[i];
+          const u32 code = high ? multiply_add(nibbles<0x00F000F0>(v), SIXTEENTH, M72) : multiply_add(nibbles<0x000F000F>(v), ONE, M1032);
+          two[j] = multiply_add(code, s, TO_BYTE);
+        }
+        (high ? out.high : out.low)[i] = bytes_of(two[0], two[1]);
+      }
     } else {
       u32 s = i % 2 ? scales >> 8 & 0xFF : scales & 0xFF, offset = 0x80808080u - s * 0x08080808u;
       out.low[i] = ((w[i] & 0x0F0F0F0Fu) * s + offset) ^ 0x80808080u;
@@ -102,7 +135,7 @@ __device__ __forceinline__ void wait_for(const int* counter, int least) {
 
 struct Arguments {
   const char* w;               // [N / 128, K / 128] packed tiles
-  const unsigned char* group;  // [K / 128, N] whole scales, MODE 1
+  const char* group;  // [K / 128, N] scales of MODE bytes
   const float *w_scale, *x_scale;
   void* y;
   int4* partials;  // STREAM: [blocks * WARPGROUPS, TOKENS / 8 * ROW_TILES, 128]; THROUGH_MEMORY: [blocks, SUM_BYTES / 16]
@@ -143,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   Place ahead{cluster - clusters};
   follow(ahead);
   auto copy_weights = [&](int stage, const Place& p) {
-    const u64 policy = KEEP ? EVICT_NORMAL : EVICT_FIRST;
+    const u64 policy = a.token_tiles > 1 ? EVICT_NORMAL : EVICT_FIRST;  // read again, or once
     u32 barrier = full + 8 * stage;
     int row = min(p.row_tile * BM, a.padded_rows - BM);
     expect(barrier, W_BYTES + X_BYTES + S_BYTES);
@@ -151,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     for (int i = 0; i < BM / 128; i++)
       bulk_copy(base + W_AT + stage * W_BYTES + i * PACKED, a.w + ((size_t)(row / 128 + i) * a.steps + p.step) * PACKED, PACKED,
                 barrier, policy);
-    if (MODE == 1)
-      bulk_copy(base + S_AT + stage * S_BYTES, a.group + (size_t)p.step * a.padded_rows + row, S_BYTES, barrier, policy);
+    if (MODE)
+      bulk_copy(base + S_AT + stage * S_BYTES, a.group + ((size_t)p.step * a.padded_rows + row) * MODE, S_BYTES, barrier, policy);
   };
   auto copy_activations = [&](int stage, const Place& p) {
     copy_box(base + stage * X_BYTES, &tokens_map, p.step * 128, p.token_tile * TOKENS, full + 8 * stage, EVICT_LAST);
@@ -167,11 +200,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     }
     fence_barriers();
     fetch_map(&tokens_map);
-    for (; loaded < min(STAGES, units); loaded++, next(ahead)) copy_weights(loaded, ahead);
+    for (; loaded < min(AHEAD, units); loaded++, next(ahead)) copy_weights(loaded, ahead);
     launch_next();
   }
   __syncthreads();
-  if (CLUSTER_K > 1 && !THROUGH_MEMORY) cluster_sync();
+  constexpr bool SUMS_MEET = CLUSTER_K > 1 && !THROUGH_MEMORY;
+  if (SUMS_MEET) cluster_here();  // waited for where sums are sent
   wait_kernel_before();  // activations, scales and outputs may belong to the kernel before
 
   int tile_row = 0, tile_token = 0;
@@ -180,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     if (REGISTERS) fewer_registers<COPY_REGISTERS>();
     if (copies) {
       for (int i = 0; i < loaded; i++, next(begin)) copy_activations(i, begin);
-      for (int stage = 0, parity = 0, i = loaded; i < units; i++, next(ahead)) {
+      for (int stage = loaded % STAGES, parity = loaded < STAGES, i = loaded; i < units; i++, next(ahead)) {
         wait(empty + 8 * stage, parity);
         copy_weights(stage, ahead);
         copy_activations(stage, ahead);
@@ -188,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
     __syncwarp();
-    if (CLUSTER_K > 1 && !THROUGH_MEMORY) {
+    if (SUMS_MEET) {
+      cluster_wait();
       if (!SUM_APART) cluster_sync();
       cluster_sync();
     }
@@ -205,13 +240,22 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   float scale[2 * ROW_TILES];
   const u32 by_at = base + BY_AT + warpgroup * TOKENS * 4;
   auto first_row = [&] { return tile_row * BM + block * 128 + lane_row + 2 * odd; };
-  auto load_scales = [&] {  // while the last products run
-    const int token = tile_token * TOKENS + thread;
-    float by = thread < TOKENS && token < a.tokens ? load_float(a.x_scale + token) : 0;
+  float by_token[(TOKENS + 127) / 128];
+  auto ask_scales = [&] {
+#pragma unroll
+    for (int i = 0; i < (TOKENS + 127) / 128; i++) {
+      const int token = tile_token * TOKENS + i * 128 + thread;
+      by_token[i] = i * 128 + thread < TOKENS && token < a.tokens ? load_float(a.x_scale + token) : 0;
+    }
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) scale[i] = load_float(a.w_scale + min(first_row() + i, a.padded_rows - 1));
+  };
+  auto keep_scales = [&] {
     if (WARP_LEVEL) sync_threads(1 + warpgroup, 128);  // the tile before is done with (products of warpgroups see to it)
-    if (thread < TOKENS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(by_at + thread * 4), "f"(by) : "memory");
+#pragma unroll
+    for (int i = 0; i < (TOKENS + 127) / 128; i++)
+      if (i * 128 + thread < TOKENS)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(by_at + i * 512 + thread * 4), "f"(by_token[i]) : "memory");
     sync_threads(1 + warpgroup, 128);
   };
   auto write = [&](bool plain, int share) {  // every CLUSTER_K-th group of eight tokens; plain: all of them, rows by fours
@@ -264,6 +308,10 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     tile_row = begin.row_tile, tile_token = begin.token_tile;
     const int end = min(last, begin.step + left);
     left -= end - begin.step;
+    const bool finishes = !STREAM || begin.step == 0;
+    if (finishes && ROW_TILES == 1) ask_scales();  // from memory, as far away as the first weights
+    if (finishes && ROW_TILES == 2)                // no registers are free
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.w_scale + min(first_row(), a.padded_rows - 1)));
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -271,22 +319,27 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     // A step's packed weights are read while the products of the step before run.
     Pair one[ROW_TILES], two[ROW_TILES] = {};
     uint4 packed[ROW_TILES][2];
-    u32 scales = 0;
+    u32 scales[2] = {};  // of each row tile's two rows
     auto fetch = [&] {
       wait(full + 8 * stage, parity);
       const u32 tile = base + W_AT + stage * W_BYTES + block * PACKED;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; i++)
         packed[i / 2][i % 2] = load_packed(tile, i % 2, ROW_TILES == 1 ? odd : i / 2, thread);
-      if (MODE == 1) {
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales) : "r"(base + S_AT + stage * S_BYTES + block * 128 + lane_row));
-        if (ROW_TILES == 1) scales >>= 16 * odd;
-      }
+      const u32 from = base + S_AT + stage * S_BYTES + (block * 128 + lane_row + 2 * odd) * MODE;
+      if (MODE == 1 && ROW_TILES == 1)
+        asm volatile("ld.shared.u16 %0, [%1];" : "=r"(scales[0]) : "r"(from));
+      else if (MODE == 1)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(from));
+      else if (MODE == 2 && ROW_TILES == 1)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(from));
+      else if (MODE == 2)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(scales[0]), "=r"(scales[1]) : "r"(from));
     };
     auto operands = [&](Pair(&out)[ROW_TILES], int half) {
 #pragma unroll
       for (int i = 0; i < ROW_TILES; i++)
-        unpack(out[i], packed[i][half], scales >> 16 * i);
+        unpack(out[i], packed[i][half], MODE == 1 ? scales[0] >> 16 * i : scales[i]);
     };
 #if WARP_LEVEL
     // Sums side by side: products need not wait for the one before, and the next step's loads run beneath them.
@@ -317,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
           warp_product(&part[MORE - 1][i][4 * j], two[i].high, x[1][j].z, x[1][j].w);
         }
     }
-    if (!STREAM || begin.step == 0) load_scales();
+    if (finishes) keep_scales();
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -346,7 +399,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       wait_products<1>();
       keep(one);
     }
-    if (!STREAM || begin.step == 0) load_scales();
+    if (finishes && ROW_TILES == 2) ask_scales();
+    if (finishes) keep_scales();
     wait_products<0>();
     keep(one), keep(two);
     release(before);
@@ -355,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #if STREAM
     if (end - begin.step < a.steps) {
       // The cluster that begins a tile comes to it last and adds what the clusters after it left long before.
-      const size_t slot = (size_t)cluster * WARPGROUPS + warpgroup;
+      const size_t slot = (size_t)blockIdx.x * WARPGROUPS + warpgroup;
       constexpr size_t VECTORS = GROUPS * ROW_TILES * 128;
       int* arrived = a.arrivals + (begin.tile - a.whole) * WARPGROUPS + warpgroup;
       if (begin.step > 0) {
@@ -387,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   }
 
   if (CLUSTER_K > 1) {  // one tile a cluster: each share finishes every CLUSTER_K-th group of tokens
+    if (SUMS_MEET) cluster_wait();
     if (!SUM_APART) cluster_sync();
     const u32 here = base + (SUM_APART ? SUM_AT : 0) + threadIdx.x * 16;
     auto piece = [&](int owner, int slot, int group, int i) {

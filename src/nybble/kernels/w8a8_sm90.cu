@@ -1,25 +1,34 @@
 // y[m, n] = sum over k of w[n, k] * x[m, k], scaled, on Hopper, sm_90a, compiled by NVRTC: int8 with int32 sums, or FP8 E4M3.
 //
-// One warp copies, WARPGROUPS multiply, 64 weight rows each (the tensor core's rows; tokens are its columns). Both operands
-// come from shared memory: weights packed in tiles of 64 rows x 128 channels that already have the 128-byte swizzle,
-// activations through a tensor map. CLUSTER blocks with neighbouring row tiles share the tokens: each copies its part to all.
+// One warp copies (another one scales), WARPGROUPS multiply, 64 weight rows each: the tensor core's rows, tokens its columns
+// (KIND 3: the other way round). Both operands come from shared memory: weights packed in tiles of 64 rows x 128 channels that
+// already have the 128-byte swizzle, activations through a tensor map. CLUSTER blocks with neighbouring row tiles share the
+// tokens: each copies its part to all.
 //
-// FP8 products are added in the tensor core with about 14 bits, so every 512 channels, or 128 where scales change, their sum
-// goes to a float32 sum outside it, channels in order, whatever the tile: a token's result does not depend on the batch.
+// FP8 products are added in the tensor core with about 14 bits. So that a long sum does not cost its low bits, every 16
+// steps what fits bf16 is taken out of it, kept beside it in half a register, and the rest goes on; where scales change every
+// 128 channels, each such sum goes to a float32 one. Channels in order, whatever the tile: a token's result does not depend on
+// the batch.
 //
-// Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels),
-// TOKENS (a tile's), PIECE (of them in one product; fewer only for KIND 2 with BUFFERS 1), BUFFERS (KIND 2: products' sums in
-// flight, 1 or 2), STAGES, WARPGROUPS, RESIDENT (blocks a processor must hold), CLUSTER, REGISTERS (of a multiplying thread,
-// taken from the copying ones that then number 128; 0: all alike), STAGED (outputs leave through shared memory, 64 tokens at a
-// time), those of sm90.cuh; and `product(Sum (&sum)[PIECE / 2], u64 w, u64 x, int add)`. Or QUANTIZE, see the end.
+// Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels,
+// 3 the same with one scale for 128 rows), TOKENS (a tile's), COLUMNS (of a product: TOKENS, or 64 or 128 weight rows), STAGES,
+// WARPGROUPS, RESIDENT (blocks a processor must hold), CLUSTER, REGISTERS (of a multiplying thread, taken from the copying ones
+// that then number 128; 0: all alike), STAGED (outputs leave through shared memory, 64 tokens at a time), those of sm90.cuh;
+// and `product(Sum (&sum)[COLUMNS / 2], u64 rows, u64 columns, int add)`. Or QUANTIZE, see the end.
 
 #ifndef QUANTIZE
-constexpr int COPIERS = REGISTERS ? 128 : 32, BM = 64 * WARPGROUPS, PIECES = TOKENS / PIECE;
+constexpr int COPIERS = REGISTERS ? 128 : KIND < 2 ? 32 : 64, TURNED = KIND == 3, BLOCKS = KIND >= 2;
+constexpr int ROWS64 = TURNED ? COLUMNS / 64 : WARPGROUPS, BM = 64 * ROWS64;
 constexpr int TILE = 8192;  // bytes of 64 rows x 128 channels
-constexpr int W_BYTES = WARPGROUPS * TILE, X_BYTES = TOKENS * 128, S_BYTES = KIND == 2 ? (BM + TOKENS) * 4 : 0;
+constexpr int W_BYTES = ROWS64 * TILE, X_BYTES = TOKENS * 128, S_BYTES = BLOCKS ? (BM + TOKENS) * 4 : 0;
 constexpr int Y_BYTES = STAGED ? 8192 : 0;  // 64 tokens x 64 rows of 16 bits, twice for each warpgroup
 constexpr int W_AT = STAGES * X_BYTES, Y_AT = W_AT + STAGES * W_BYTES, S_AT = Y_AT + 2 * WARPGROUPS * Y_BYTES;
 constexpr int BARRIERS_AT = S_AT + STAGES * S_BYTES;
+// Scales of a tile's tokens are read before its products; many wait in shared memory.
+constexpr bool HELD = KIND < 2 && TOKENS > 64;
+constexpr int HELD_AT = BARRIERS_AT + 16 * STAGES, HELD_BYTES = (TOKENS + 63) / 64 * 256;
+constexpr int GROUPS = TOKENS / 8, BATCH = GROUPS < 8 ? GROUPS : 8;  // groups of eight tokens that leave together
+constexpr int WAVES = TURNED ? TOKENS / (64 * WARPGROUPS) : 1;  // of 64 tokens
 constexpr int SHARE = TOKENS / CLUSTER;  // tokens that one block of a cluster copies
 static_assert(SHARE % 8 == 0 && (!STAGED || TOKENS % 16 == 0), "whole swizzles of 8 tokens; outputs leave by 16");
 
@@ -38,25 +47,26 @@ __device__ __forceinline__ float2 load_shared_pair(u32 address) {
 }
 
 // Registers of a product are not touched before here: the compiler does not see what `wait_products` waited for.
-__device__ __forceinline__ void hold(Sum (&part)[PIECE / 2]) {
+__device__ __forceinline__ void hold(Sum (&part)[COLUMNS / 2]) {
 #pragma unroll
-  for (int i = 0; i < PIECE / 2; i++)
+  for (int i = 0; i < COLUMNS / 2; i++)
     if (KIND) asm volatile("" : "+f"(*(float*)&part[i])::"memory");
 }
 
 struct Arguments {
   const char* w;         // [N / 64, K / 128] packed tiles
-  const float *w_scale;  // [N padded], KIND 2: [K / 128, N padded]
-  const float *x_scale;  // [tokens], KIND 2: [K / 128, x_stride]
+  const float *w_scale;  // [N padded to 128], BLOCKS: [K / 128, N padded]
+  const float *x_scale;  // [tokens], BLOCKS: [K / 128, x_stride]
   void* y;
-  int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order, x_stride;  // row_tiles: groups of CLUSTER row tiles
+  int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order, x_stride, first;
+  // row_tiles: groups of CLUSTER row tiles, from the `first` tile on
 };
 
 struct Place {
   int row_tile, token_tile;
   __device__ __forceinline__ Place(const Arguments& a, int tile) {
     locate(a, tile, row_tile, token_tile);
-    if (CLUSTER > 1) row_tile = row_tile * CLUSTER + blockIdx.x % CLUSTER;
+    row_tile = a.first + row_tile * CLUSTER + blockIdx.x % CLUSTER;
   }
 };
 
@@ -74,14 +84,11 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     const u64 policy = a.token_tiles > 1 ? EVICT_NORMAL : EVICT_FIRST;
     const u32 barrier = full + 8 * stage;
     expect(barrier, W_BYTES + X_BYTES + S_BYTES);
-    const int last = a.padded_rows / 64 - 1;
+    const int last = (a.rows + 63) / 64 - 1;
 #pragma unroll
-    for (int i = 0; i < WARPGROUPS; i++) {
-      const size_t block = min(p.row_tile * WARPGROUPS + i, last);
+    for (int i = 0; i < ROWS64; i++) {
+      const size_t block = min(p.row_tile * ROWS64 + i, last);
       bulk_copy(base + W_AT + stage * W_BYTES + i * TILE, a.w + (block * a.steps + step) * TILE, TILE, barrier, policy);
-      if (KIND == 2)
-        bulk_copy(base + S_AT + stage * S_BYTES + i * 256, a.w_scale + (size_t)step * a.padded_rows + block * 64, 256, barrier,
-                  EVICT_NORMAL);
     }
   };
   auto copy_activations = [&](int stage, const Place& p, int step) {
@@ -91,14 +98,19 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       copy_box(to, &tokens_map, step * 128, token, barrier, EVICT_LAST);
     else
       copy_box_to_all(to + rank * SHARE * 128, &tokens_map, step * 128, token + rank * SHARE, barrier);
-    if (KIND == 2)
-      bulk_copy(base + S_AT + stage * S_BYTES + BM * 4, a.x_scale + (size_t)step * a.x_stride + token, TOKENS * 4, barrier,
-                EVICT_LAST);
+  };
+  auto copy_scales = [&](int stage, const Place& p, int step) {
+    const u32 to = base + S_AT + stage * S_BYTES, barrier = full + 8 * stage;
+    const int row = min(p.row_tile * BM, a.padded_rows - BM);
+    bulk_copy(to, a.w_scale + (size_t)step * a.padded_rows + row, BM * 4, barrier, EVICT_NORMAL);
+    bulk_copy(to + BM * 4, a.x_scale + (size_t)step * a.x_stride + p.token_tile * TOKENS, TOKENS * 4, barrier, EVICT_LAST);
   };
 
   int loaded = 0;
   if (copies) {
-    constexpr int ARRIVALS = WARPGROUPS * (KIND == 2 ? 4 : 1) * CLUSTER;
+    fetch_map(&tokens_map);
+    if (STAGED) fetch_map(&y_map);
+    constexpr int ARRIVALS = WARPGROUPS * (BLOCKS ? 4 : 1) * CLUSTER;
     for (int i = 0; i < STAGES; i++) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, ARRIVALS);
     fence_barriers();
     const Place p(a, cluster);  // weights need not wait for the kernel before this one
@@ -111,16 +123,19 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 
   if (warpgroup == WARPGROUPS) {
     if (REGISTERS) fewer_registers<56>();
-    if (copies) {
+    if (copies || BLOCKS && threadIdx.x == WARPGROUPS * 128 + 32) {
       int stage = 0, parity = 1, unit = 0;
       for (int tile = cluster; unit < units; tile += clusters) {
         const Place p(a, tile);
         for (int step = 0; step < a.steps; step++, unit++) {
-          if (unit >= loaded) {
+          if (unit >= (copies ? loaded : STAGES)) {
             wait(empty + 8 * stage, parity);
-            copy_weights(stage, p, step);
+            if (copies) copy_weights(stage, p, step);
           }
-          copy_activations(stage, p, step);
+          if (copies)
+            copy_activations(stage, p, step);
+          else
+            copy_scales(stage, p, step);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -132,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 
   if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 56>();
   auto release = [&](int stage) {  // products end for the whole warpgroup, reading scales for a warp alone
-    if (KIND == 2) __syncwarp();
-    const int lane = KIND == 2 ? thread % 32 : thread;
+    if (BLOCKS) __syncwarp();
+    const int lane = BLOCKS ? thread % 32 : thread;
     if (CLUSTER == 1) {
       if (lane == 0) arrive(empty + 8 * stage);
     } else if (lane < CLUSTER)
@@ -143,26 +158,82 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   int stage = 0, parity = 0;
   for (int tile = cluster; tile < tiles; tile += clusters) {
     const Place p(a, tile);
-    const int row = p.row_tile * BM + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 * 2;  // and the next: a thread's rows
-    Sum sum[PIECES][PIECE / 2];
     int before = -1;
-    auto issue = [&](Sum(&part)[PIECE / 2], int piece, int add) {
-      const u64 w = swizzled_operand(base + W_AT + stage * W_BYTES + warpgroup * TILE);
-      const u64 x = swizzled_operand(base + stage * X_BYTES + piece * PIECE * 128);
+    auto issue = [&](Sum(&part)[COLUMNS / 2], int wave, int add) {
+      const u32 w = base + W_AT + stage * W_BYTES, x = base + stage * X_BYTES;
+      const u64 rows = swizzled_operand(TURNED ? x + (warpgroup * WAVES + wave) * TILE : w + warpgroup * TILE);
+      const u64 columns = swizzled_operand(TURNED ? w : x);
       if (KIND) hold(part);
       products_begin();
 #pragma unroll
-      for (int k = 0; k < 4; k++) product(part, w + 2 * k, x + 2 * k, k ? 1 : add);
+      for (int k = 0; k < 4; k++) product(part, rows + 2 * k, columns + 2 * k, k ? 1 : add);
       products_commit();
     };
     auto advance = [&] {
       before = stage;
       if (++stage == STAGES) stage = 0, parity ^= 1;
     };
+#if KIND == 3
+    Sum sum[WAVES][COLUMNS / 2], part[COLUMNS / 2];
+#pragma unroll
+    for (int i = 0; i < WAVES * COLUMNS / 2; i++) sum[i / (COLUMNS / 2)][i % (COLUMNS / 2)] = 0;
+    const int token = warpgroup * WAVES * 64 + thread / 32 * 16 + thread % 32 / 4;  // a thread's first in the tile
+    for (int step = 0; step < a.steps; step++) {
+      wait(full + 8 * stage, parity);
+      const u32 scales = base + S_AT + stage * S_BYTES;
+      float by[WAVES][2];
+#pragma unroll
+      for (int i = 0; i < 2 * WAVES; i++)
+        by[i / 2][i % 2] = load_shared_float(scales) * load_shared_float(scales + (BM + token + i / 2 * 64 + i % 2 * 8) * 4);
+#pragma unroll
+      for (int wave = 0; wave < WAVES; wave++) {
+        issue(part, wave, 0);
+        wait_products<0>();
+        hold(part);
+        if (wave + 1 == WAVES) release(stage);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++) sum[wave][i] = fmaf(part[i], by[wave][i / 2 % 2], sum[wave][i]);
+      }
+      advance();
+    }
+    // Of one token a thread has four neighbouring rows in two groups of eight columns.
+#pragma unroll
+    for (int i = 0; i < WAVES * COLUMNS / 8; i++) {
+      const int wave = i / (COLUMNS / 8), j = i / 2 % (COLUMNS / 16), h = i % 2;
+      const int t = p.token_tile * TOKENS + token + wave * 64 + h * 8, row = p.row_tile * BM + j * 16 + quad * 4;
+      const Sum *even = &sum[wave][8 * j + 2 * h], *odd = even + 4;
+      const float v[4] = {even[0], odd[0], even[1], odd[1]};
+      if (t >= a.tokens || row >= a.rows) continue;
+      const size_t at = (size_t)t * a.rows + row;
+      if (a.rows % 4 == 0) {
+        if (OUT == 2)
+          ((float4*)a.y)[at / 4] = make_float4(v[0], v[1], v[2], v[3]);
+        else
+          ((uint2*)a.y)[at / 4] = {two_halves(v[0], v[1]), two_halves(v[2], v[3])};
+      } else {
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+          if (row + r < a.rows) store_one(a.y, at + r, v[r]);
+      }
+    }
+#else
+    const int row = p.row_tile * BM + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 * 2;  // and the next: a thread's rows
+    const int first = p.token_tile * TOKENS + quad * 2;
+    float scale[2] = {1, 1}, held[HELD ? (TOKENS + 127) / 128 : 2 * BATCH];
+    if (KIND < 2) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) scale[i] = __ldg(a.w_scale + min(row + i, a.padded_rows - 1));
+#pragma unroll
+      for (int i = 0; i < sizeof(held) / 4; i++) {
+        const int token = HELD ? p.token_tile * TOKENS + thread + i * 128 : first + i / 2 * 8 + i % 2;
+        held[i] = token < a.tokens ? load_float(a.x_scale + token * a.x_stride) : 1;
+      }
+    }
+    Sum sum[COLUMNS / 2];
 #if KIND == 0
     for (int step = 0; step < a.steps; step++) {
       wait(full + 8 * stage, parity);
-      issue(sum[0], 0, step);
+      issue(sum, 0, step);
       wait_products<1>();
       if (before >= 0) release(before);
       advance();
@@ -170,67 +241,58 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     wait_products<0>();
     release(before);
 #elif KIND == 1
-    Sum part[PIECE / 2];
+    constexpr int EVERY = 16;
+    u32 kept[TOKENS / 4];  // two sums' each
 #pragma unroll
-    for (int j = 0; j < PIECE / 2; j++) sum[0][j] = 0;
-    // Every second 64 rows' first addition is two steps early, so that one warpgroup adds while the other one's products run.
-    for (int step = 0, few = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? 2 : 4; step < a.steps; step += few, few = 4) {
-      few = min(few, a.steps - step);
+    for (int j = 0; j < TOKENS / 4; j++) kept[j] = 0;
+    // Every second 64 rows are half a turn ahead, so that one warpgroup splits while the other one's products run.
+    for (int step = 0, end = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? EVERY / 2 : EVERY;; end += EVERY) {
+      end = min(end, a.steps);
+      before = -1;
 #pragma unroll 1
-      for (int i = 0; i < few; i++) {
+      for (; step < end; step++) {
         wait(full + 8 * stage, parity);
-        issue(part, 0, i);
+        issue(sum, 0, step);
         wait_products<1>();
-        if (i) release(before);
+        if (before >= 0) release(before);
         advance();
       }
       wait_products<0>();
       release(before);
-      hold(part);
+      hold(sum);
 #pragma unroll
-      for (int j = 0; j < PIECE / 2; j++) sum[0][j] += part[j];
+      for (int j = 0; j < TOKENS / 4; j++)
+        sum[2 * j] += __uint_as_float(kept[j] << 16), sum[2 * j + 1] += __uint_as_float(kept[j] & 0xFFFF0000);
+      if (step == a.steps) break;
+#pragma unroll
+      for (int j = 0; j < TOKENS / 4; j++) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(kept[j]) : "f"(sum[2 * j + 1]), "f"(sum[2 * j]));
+        sum[2 * j] -= __uint_as_float(kept[j] << 16), sum[2 * j + 1] -= __uint_as_float(kept[j] & 0xFFFF0000);
+      }
     }
 #else
-    auto promote = [&](Sum(&part)[PIECE / 2], int piece, int at) {
+    auto promote = [&](Sum(&part)[COLUMNS / 2], int at) {
       const u32 scales = base + S_AT + at * S_BYTES;
       hold(part);
       const float2 by = load_shared_pair(scales + (warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 * 2) * 4);
 #pragma unroll
-      for (int i = 0; i < PIECE / 8; i++) {
-        float* four = &sum[piece][4 * i];
-        const float2 x = load_shared_pair(scales + (BM + piece * PIECE + 8 * i + 2 * quad) * 4);
+      for (int i = 0; i < TOKENS / 8; i++) {
+        float* four = &sum[4 * i];
+        const float2 x = load_shared_pair(scales + (BM + 8 * i + 2 * quad) * 4);
         four[0] = fmaf(part[4 * i], by.x * x.x, four[0]), four[1] = fmaf(part[4 * i + 1], by.x * x.y, four[1]);
         four[2] = fmaf(part[4 * i + 2], by.y * x.x, four[2]), four[3] = fmaf(part[4 * i + 3], by.y * x.y, four[3]);
       }
     };
-    Sum one[PIECE / 2];
-#pragma unroll
-    for (int i = 0; i < PIECES; i++)
-#pragma unroll
-      for (int j = 0; j < PIECE / 2; j++) sum[i][j] = 0;
-#if BUFFERS == 1
-    for (int step = 0; step < a.steps; step++) {
-      wait(full + 8 * stage, parity);
-#pragma unroll
-      for (int piece = 0; piece < PIECES; piece++) {
-        issue(one, piece, 0);
-        wait_products<0>();
-        promote(one, piece, stage);
-      }
-      release(stage);
-      advance();
-    }
-#else
-    // A step is one piece, added while the next one's products run. First zeros are added, and nothing may be peeled off: the
+    // A step's sums are added while the next one's products run. First zeros are added, and nothing may be peeled off: the
     // compiler then loses track and serializes the products (C7514).
-    Sum two[PIECE / 2];
+    Sum one[COLUMNS / 2], two[COLUMNS / 2];
 #pragma unroll
-    for (int j = 0; j < PIECE / 2; j++) two[j] = 0;
-    auto round = [&](Sum(&now)[PIECE / 2], Sum(&other)[PIECE / 2]) {
+    for (int j = 0; j < COLUMNS / 2; j++) sum[j] = two[j] = 0;
+    auto round = [&](Sum(&now)[COLUMNS / 2], Sum(&other)[COLUMNS / 2]) {
       wait(full + 8 * stage, parity);
       issue(now, 0, 0);
       wait_products<1>();
-      promote(other, 0, before < 0 ? stage : before);
+      promote(other, before < 0 ? stage : before);
       if (before >= 0) release(before);
       advance();
     };
@@ -239,31 +301,31 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     if (step < a.steps) {
       round(one, two);
       wait_products<0>();
-      promote(one, 0, before);
+      promote(one, before);
     } else {
       wait_products<0>();
-      promote(two, 0, before);
+      promote(two, before);
     }
     release(before);
 #endif
-#endif
-    float scale[2] = {1, 1};
-    if (KIND < 2)
+    const u32 scales = base + HELD_AT + warpgroup * HELD_BYTES;
+    if (HELD) {
+      if (!STAGED) sync_threads(1 + warpgroup, 128);
 #pragma unroll
-      for (int i = 0; i < 2; i++) scale[i] = __ldg(a.w_scale + min(row + i, a.padded_rows - 1));
-    const int first = p.token_tile * TOKENS + quad * 2;
-    constexpr int GROUPS = TOKENS / 8, BATCH = GROUPS < 8 ? GROUPS : 8;  // groups of eight tokens whose scales come together
+      for (int i = 0; i < sizeof(held) / 4; i++)
+        if (thread + i * 128 < TOKENS)
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + (thread + i * 128) * 4), "f"(held[i]) : "memory");
+      sync_threads(1 + warpgroup, 128);
+    }
 #pragma unroll
     for (int block = 0; block < GROUPS; block += BATCH) {
       float by[2 * BATCH];
 #pragma unroll
-      for (int i = 0; i < 2 * BATCH; i++) {
-        const int token = first + (block + i / 2) * 8 + i % 2;
-        by[i] = KIND < 2 && token < a.tokens ? load_float(a.x_scale + token * a.x_stride) : 1;
-      }
+      for (int i = 0; i < 2 * BATCH; i++)
+        by[i] = HELD ? load_shared_float(scales + ((block + i / 2) * 8 + quad * 2 + i % 2) * 4) : KIND < 2 ? held[i] : 1;
       auto values = [&](int i) {  // of one token, the thread's two rows
         const int group = block + i / 2;
-        const Sum* four = &sum[group * 8 / PIECE][group * 8 % PIECE / 2];
+        const Sum* four = &sum[group * 4];
         return float2{(float)four[i % 2] * scale[0] * by[i], (float)four[2 + i % 2] * scale[1] * by[i]};
       };
 #if STAGED
@@ -310,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
 #endif
     }
+#endif
   }
   if (STAGED && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   if (CLUSTER > 1) cluster_meet();

@@ -40,6 +40,7 @@ class ModelConfig:
     dtype: str
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    twins: int = 1  # ranks that have the same KV heads, each for queries of its own
     hadamard: int = 0  # channels of down_proj's input that are turned together at run time; checkpoint's, not config.json's
 
     @property

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import Spec
-from nybble.kernels.types import LayerKV, Step
+from nybble.kernels.types import LayerKV, Rows, Step
 from nybble.models.config import ModelConfig
 from nybble.nn.attention import Attention
 from nybble.nn.embed import Embedding, Head
 from nybble.nn.linear import Observe, Part, Projection
 from nybble.nn.mlp import Mlp
 from nybble.nn.norm import RmsNorm
+from nybble.nn.parallel import ALONE, Group
 
 # A forward pass that stops at each attention: yields (attention, queries, cache), is sent what the queries see, and ends with
 # (x, residual). Between two stops nothing depends on how the step's tokens are divided into rows.
-Pieces = Generator[tuple[Attention, Tensor, LayerKV], Tensor, tuple[Tensor, Tensor | None]]
+Pieces = Generator[tuple[Attention, Tensor, LayerKV], Tensor | Rows, tuple[Tensor, Tensor | None]]
 
 
 def attend(pieces: Pieces, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -61,7 +62,7 @@ class Layer:
         quantize = observe is None
         normed, residual = self.input_norm(x, residual, quantize and self.attention.qkv.takes is not None)
         attended = yield self.attention, self.attention.project(normed, kv, step, observe), kv
-        x = self.attention.o(attended.flatten(1), observe)
+        x = self.attention.o(attended if isinstance(attended, Rows) else attended.flatten(1), observe)
         normed, residual = self.post_norm(x, residual, quantize and self.mlp.gate_up.takes is not None)
         return self.mlp(normed, observe), residual
 
@@ -91,13 +92,13 @@ class Layer:
 class Decoder:
     """Owns the weights on their device.
 
-    config, device, dtype (of activations), layers, embedding, norm, head. Raises nothing of its own: what can be wrong was
-    found at load.
+    config (with this rank's heads), device, dtype (of activations), layers, embedding, norm, head, group (of ranks that run the
+    same steps). Raises nothing of its own: what can be wrong was found at load.
     """
 
     def __init__(self, config: ModelConfig, embedding: Embedding, layers: Sequence[Layer], norm: RmsNorm, head: Head,
-                 device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.device, self.dtype = config, device, dtype
+                 device: torch.device, dtype: torch.dtype, group: Group = ALONE) -> None:
+        self.config, self.device, self.dtype, self.group = config, device, dtype, group
         self.embedding, self.layers, self.norm, self.head = embedding, tuple(layers), norm, head
 
     def hidden(self, step: Step, kv: Sequence[LayerKV]) -> Tensor:

@@ -14,6 +14,7 @@ from nybble.formats.spec import SCHEMES, Scheme, Spec
 from nybble.models.config import ModelConfig, read_config
 from nybble.models.decoder import Decoder
 from nybble.models.load import Progress, build, default_dtype
+from nybble.nn.parallel import ALONE, Group
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, positions: int, theta: float) -> dict:
@@ -47,36 +48,40 @@ def dummy_model(
     seed: int = 0,
     progress: Progress | None = None,
     editable: bool = False,
+    group: Group = ALONE,
 ) -> Decoder:
     """A decoder with random weights of `scheme`, made on the device. config: or config.json as a dict, or a name in `SHAPES`.
 
     Codes are uniform and scales such that every linear keeps its input's variance: activations stay in range through any
-    depth. Embedding and logits stay 16-bit. Raises ValueError for an unknown shape or scheme.
+    depth. Embedding and logits stay 16-bit, but for a scheme such as "w4a8+w8a8": W8A8 logits. Raises ValueError for an unknown
+    shape or scheme.
     """
     if not isinstance(config, ModelConfig):
         config = shape(config) if isinstance(config, str) else read_config(config)
-    if isinstance(scheme, str):
-        if scheme not in SCHEMES:
-            raise ValueError(f"no scheme {scheme!r}; there are {', '.join(SCHEMES)}")
-        scheme = SCHEMES[scheme]
+    names = scheme.split("+") if isinstance(scheme, str) else []
+    if not set(names) <= set(SCHEMES):
+        raise ValueError(f"no scheme {scheme!r}; there are {', '.join(SCHEMES)}")
+    scheme, head = [SCHEMES[name] for name in [*names, "16bit"][:2]] if isinstance(scheme, str) else (scheme, None)
     device = torch.device(device)
     dtype = dtype or default_dtype(config, device)
-    return build(config, DummySource(config, scheme, device, seed), device, dtype, progress, editable)
+    return build(config, DummySource(config, scheme, head, device, seed), device, dtype, progress, editable, group)
 
 
 class DummySource:
     """Random weights under a checkpoint's names."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, device: torch.device, seed: int) -> None:
+    def __init__(self, config: ModelConfig, scheme: Scheme, head: Scheme | None, device: torch.device, seed: int) -> None:
         self.config: Mapping[str, Any] = {}
-        self._model, self._scheme, self._device, self._dtype = config, scheme, device, getattr(torch, config.dtype)
+        self._schemes = {"_proj": scheme, "lm_head": head}
+        self._model, self._device, self._dtype = config, device, getattr(torch, config.dtype)
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def has(self, name: str) -> bool:
         return not name.endswith(".bias") and not (name.startswith("lm_head") and self._model.tie_embeddings)
 
     def act(self, name: str) -> Spec | None:
-        return self._scheme.act if self._quantized(name) else None
+        scheme = self._scheme(name)
+        return None if scheme is None else scheme.act
 
     def unread(self) -> list[str]:
         return []
@@ -94,13 +99,15 @@ class DummySource:
         }[last]  # fmt: skip
         if name.endswith(".bias"):
             return self._normal((shape[0],), 0.1)
-        if self._quantized(name):
-            assert self._scheme.weight is not None
-            return random_qtensor(self._scheme.weight, shape, self._generator, self._dtype)
+        if (scheme := self._scheme(name)) is not None:
+            assert scheme.weight is not None
+            return random_qtensor(scheme.weight, shape, self._generator, self._dtype)
         return self._normal(shape, 1.0 if last == "embed_tokens" else shape[1] ** -0.5)
 
-    def _quantized(self, name: str) -> bool:
-        return self._scheme.weight is not None and "_proj." in name
+    def _scheme(self, name: str) -> Scheme | None:
+        """None: 16 bits."""
+        scheme = next((scheme for part, scheme in self._schemes.items() if f"{part}." in name), None)
+        return None if scheme is None or scheme.weight is None else scheme
 
     def _normal(self, shape: tuple[int, ...], deviation: float) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, deviation, generator=self._generator)

@@ -28,6 +28,7 @@ from nybble.kernels.reference import gather_kv, hadamard_blocks
 from nybble.kernels.types import Turn
 from nybble.models.decoder import Decoder
 from nybble.models.window import FLOAT_KV, scratch_kv, window_step
+from nybble.nn.parallel import ALONE, Group
 
 TOKENS = 2048
 SAMPLE = Path(__file__).parents[1] / "quantize" / "data" / "calibration.txt"
@@ -59,8 +60,8 @@ def turn_keys(model: Decoder, kv_name: str | None, encode: Callable[[str], Seque
     token_ids = None if encode is None else encode(SAMPLE.read_text(encoding="utf-8")[: 8 * TOKENS])
     layers, broken = [], []
     for index, (layer, moments) in enumerate(zip(model.layers, measure(model, token_ids), strict=True)):
-        finite = all(bool(x.isfinite().all()) for x in vars(moments).values())
-        turn = turn_of(moments, kv_name) if finite else None
+        finite = model.group.least(all(bool(x.isfinite().all()) for x in vars(moments).values()))
+        turn = turn_of(moments, kv_name, model.group) if finite else None
         broken += [] if finite else [str(index)]
         turn = None if turn is None else turn.to(model.device, dtype)
         layers.append(replace(layer, attention=replace(layer.attention, turn=turn)))
@@ -87,7 +88,8 @@ def measure(model: Decoder, token_ids: Sequence[int] | None = None) -> list[Mome
         while True:
             k, v = (x[:, 1:].double() for x in gather_kv(cache, step.block_table[0].long(), length))
             grouped = q.double().unflatten(1, (k.shape[0], -1)).permute(1, 0, 2, 3).flatten(1, 2)
-            found.append(Moments(k.mean(1).cpu(), *(_second(x).cpu() for x in (k, grouped, v))))
+            queries = model.group.mean(_second(grouped), model.config.twins)
+            found.append(Moments(*(x.cpu() for x in (k.mean(1), _second(k), queries, _second(v)))))
             attention, q, cache = pieces.send(attention.attend(q, cache, step))
     except StopIteration:
         return found
@@ -98,11 +100,11 @@ def _second(x: Tensor) -> Tensor:
     return x.mT @ x / x.shape[1]
 
 
-def turn_of(moments: Moments, kv_name: str) -> Turn | None:
-    """A layer's turn for a cache type, on the CPU; None where K is best stored as it is."""
+def turn_of(moments: Moments, kv_name: str, group: Group = ALONE) -> Turn | None:
+    """A layer's turn for a cache type, on the CPU; None where K is best stored as it is, in the heads of all ranks."""
     heads, dim = moments.mean.shape
     scale = pair_scale(moments)
-    if kv_name == "int8" and bool((scale == 1).all()):
+    if kv_name == "int8" and group.least(bool((scale == 1).all())):
         return None
     basis = hadamard_blocks(torch.eye(dim, dtype=torch.float64), dim & -dim).expand(heads, dim, dim)
     if kv_name != "int4":

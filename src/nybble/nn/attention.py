@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nybble.formats.spec import PER_TOKEN_INT8
 from nybble.kernels.reference import head_norm
 from nybble.kernels.registry import Ops
 from nybble.kernels.types import LayerKV, Rows, Step, Turn
@@ -30,20 +31,33 @@ class Attention:
     turn: Turn | None = None  # for caches of 8 bits and fewer (`models.turn`)
 
     def project(self, x: Rows | Tensor, kv: LayerKV, step: Step, observe: Observe | None = None) -> Tensor:
-        """[T, H] float, or int8 rows when `qkv.takes` them -> queries [T, heads, D]. Writes the step's K and V to `kv`."""
+        """[T, H] float, or int8 rows when `qkv.takes` them -> queries [T, heads, D]. Writes the step's K and V to `kv`. Where
+        `attend` does all that at once: the projections [T, (heads + 2 kv_heads) * D]."""
         qkv, norms = self.qkv(x, observe), (self.q_norm, self.k_norm)
+        if observe is None and self._at_once(kv, step):
+            return qkv
         if kv.k_heads is not None or kv.v_heads is not None:
             qkv, norms = self._divide_heads(qkv, kv), (None, None)
         q = self.ops.rope_write(qkv, kv, step, self.cos_sin, self.kv_heads, *norms, self.eps, self._turn(kv))
         return q if kv.k_heads is None else (q * self._per_query(kv.k_heads, q)).to(q.dtype)
 
-    def attend(self, q: Tensor, kv: LayerKV, step: Step, *out: Tensor) -> Tensor:
-        """Queries -> what they see, same shape. A GPU may be given where to put it; tokens of no row stay as they are."""
+    def attend(self, q: Tensor, kv: LayerKV, step: Step, *out: Tensor) -> Tensor | Rows:
+        """Queries -> what they see, same shape. A GPU may be given where to put it; tokens of no row stay as they are. Of
+        projections: what they see, or its int8 rows when `o.takes` them."""
+        if q.ndim == 2:
+            assert self.ops.decode is not None
+            return self.ops.decode(q, kv, step, self.cos_sin, self.kv_heads, self.head_dim**-0.5, self.window,
+                                   self.o.takes == PER_TOKEN_INT8)
         seen = self.ops.attention(q, kv, step, self.head_dim**-0.5, self.window, *out)
         turn = self._turn(kv)
         if turn is not None and turn.out is not None:
             seen.copy_(self.ops.turn_heads(seen, turn.out))
         return seen if kv.v_heads is None else seen.mul_(self._per_query(kv.v_heads, q))
+
+    def _at_once(self, kv: LayerKV, step: Step) -> bool:
+        """A step of generated tokens alone, with nothing between rotation and cache."""
+        extras = (self.q_norm, self.k_norm, self._turn(kv), kv.k_heads, kv.v_heads)
+        return self.ops.decode is not None and step.num_decode == len(step.slots) and all(x is None for x in extras)
 
     def _turn(self, kv: LayerKV) -> Turn | None:
         """A cache of 16 bits takes K and V as they are, and so does one whose scales were measured on them."""

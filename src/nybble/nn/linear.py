@@ -17,6 +17,7 @@ from nybble.formats.qtensor import QTensor, join
 from nybble.formats.spec import Spec, scheme_of
 from nybble.kernels.registry import LinearShape, Ops, choose
 from nybble.kernels.types import Rows
+from nybble.nn.parallel import ALONE, Group
 
 Observe = Callable[[str, Tensor], None]  # (linear's name, its float input [M, K] before any quantization)
 
@@ -66,11 +67,13 @@ class Projection:
     """Named linears of one input, concatenated along the output. Packed on first use (or by `pack`).
 
     keep: hold on to the canonical weights so that single linears can be replaced; costs their memory a second time where
-    packing copies.
+    packing copies. inputs: ranks that have columns of x each; outputs: ranks that have rows of every part each, as many.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, ops: Ops, keep: bool = False) -> None:
+    def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype, ops: Ops, keep: bool = False,
+                 inputs: Group = ALONE, outputs: Group = ALONE) -> None:
         self.parts, self.device, self.dtype, self.ops, self.keep = tuple(parts), device, dtype, ops, keep
+        self.inputs, self.outputs = inputs, outputs
         self._linears: tuple[Linear, ...] = ()
         self._groups: tuple[tuple[str, ...], ...] = ()  # the names each of them runs
         self._takes: Spec | None = None
@@ -85,8 +88,9 @@ class Projection:
 
     @property
     def takes(self) -> Spec | None:
-        """What every linear of it takes; None (float) also when they differ."""
-        return self._takes if self._linears else self.pack()._takes
+        """What every linear of it takes; None (float) also when they differ, and where a row's scale is over all ranks."""
+        takes = self._takes if self._linears else self.pack()._takes
+        return takes if self.inputs.size == 1 else None
 
     def pack(self) -> Projection:
         if not self._linears:
@@ -106,13 +110,18 @@ class Projection:
 
         `observe` needs x as float, is called once per name before anything is multiplied, and may replace the weights.
         """
+        return self.outputs.columns(self.own(x, observe), len(self.parts))
+
+    def own(self, x: Rows | Tensor, observe: Observe | None = None) -> Tensor:
+        """This rank's part of the result."""
         if observe is not None:
             assert isinstance(x, Tensor)
             for name in self.names:
                 observe(name, x)
         linears = self.linears
-        if not isinstance(x, Rows) and self.takes is not None:
-            x = self.ops.quantize_rows(x)
+        if not isinstance(x, Rows):
+            x = self.inputs.columns(x)
+            x = x if self._takes is None else self.ops.quantize_rows(x)
         return linears[0](x) if len(linears) == 1 else torch.cat([linear(x) for linear in linears], -1)
 
     def part(self, name: str) -> Part:

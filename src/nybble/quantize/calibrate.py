@@ -89,7 +89,7 @@ def quantize_parts(
     name = parts[0].name if len(parts) == 1 else f"{parts[0].name} (and those beside it)"
     if stats is None:
         found = quantize_rtn(weight, scheme.weight, scale_dtype, recipe.mse, name)
-        return {part.name: Quantized(q, scheme, None) for part, q in zip(parts, _split(found, parts))}
+        return {part.name: Quantized(q, scheme, None) for part, q in zip(parts, split(found, parts))}
     h = stats.moment.mean()
     target = weight
     if stats.cross is not None:
@@ -100,7 +100,7 @@ def quantize_parts(
         options = GptqOptions(recipe.damping, recipe.act_order, recipe.mse, recipe.sweeps)
         found = quantize_gptq(target, h, scheme.weight, scale_dtype, options, name)
     return {
-        part.name: Quantized(q, scheme, output_error(dense(part.weight), q, h)) for part, q in zip(parts, _split(found, parts))
+        part.name: Quantized(q, scheme, output_error(dense(part.weight), q, h)) for part, q in zip(parts, split(found, parts))
     }
 
 
@@ -257,7 +257,7 @@ def _floats(x: Tensor | Rows) -> Tensor:
     return x
 
 
-def _split(q: QTensor, parts: Sequence[Part]) -> list[QTensor]:
+def split(q: QTensor, parts: Sequence[Part]) -> list[QTensor]:
     pieces, start = [], 0
     for part in parts:
         pieces.append(cut(q, 0, start, start + part.shape[0]))

@@ -55,6 +55,8 @@ class Recipe:
     the inputs as the quantized model rounds them. static_activations: FP8 inputs share one scale per linear, the largest on
     calibration text / 448, instead of one per token. drift: 0 to 1, how much of the error that quantized layers before
     brought in a layer's weights are moved to undo (0.5 fits calibration text less closely than 1 and does better on others).
+    learn_scales: passes over the calibration tokens that tune each layer's scales and norm weights, codes as they are, towards
+    the float layer's output (see `learn`).
     transform: change of basis before rounding, "rotate+smooth" one after the other; "auto" rotates where inputs are
     int8 and a rotation of the model's size is known (smooths where not, and w8a8 without online_hadamard in both cases), else
     leaves all alone. online_hadamard: the input of down_proj, where outliers are largest, is turned at run time too, in the
@@ -78,6 +80,7 @@ class Recipe:
     true_activations: bool = True
     static_activations: bool = False
     drift: float = 0.5
+    learn_scales: int = 0
     transform: str = "auto"
     online_hadamard: bool = False
     head: str = "16bit"
@@ -104,6 +107,7 @@ class Recipe:
             ("damping", 0.0 < self.damping <= 1.0, "above 0, up to 1"),
             ("sweeps", 0 <= self.sweeps <= 100, "0 to 100"),
             ("drift", 0.0 <= self.drift <= 1.0, "0 to 1"),
+            ("learn_scales", 0 <= self.learn_scales <= 100, "0 to 100 passes over the calibration text"),
             ("transform", self.transform in TRANSFORMS, f"one of {', '.join(TRANSFORMS)}"),
             ("head", self.head in ("16bit", "w8a8"), "16bit or w8a8"),
             ("samples", self.samples >= 1, "1 or more"),
@@ -132,7 +136,8 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method != "rtn" or "smooth" in self.transform or self.bits > 0 or self.static_activations
+        asked = self.bits > 0 or self.static_activations or self.learn_scales > 0
+        return asked or self.method != "rtn" or "smooth" in self.transform
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -145,6 +150,7 @@ class Recipe:
         """In a few words."""
         steps = [*([] if self.transform == "none" else [self.transform]), *["online Hadamard"] * self.online_hadamard]
         steps.append(self.method + (f" on {self.samples} x {self.sequence_length} tokens" if self.needs_calibration else ""))
+        steps += ["learned scales"] * (self.learn_scales > 0)
         steps += ["head w8a8"] * (self.head != "16bit")
         group = self.spec.group
         tile = f"chosen per layer within {self.bits:g} bits" if self.bits else f"groups of {group}" if group else "per channel"

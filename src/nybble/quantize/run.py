@@ -29,6 +29,7 @@ from nybble.models.load import Source, build, default_dtype
 from nybble.nn.linear import Part
 from nybble.quantize import auto
 from nybble.quantize.calibrate import Stream, build_layer, quantize_layer, quantize_parts, take_windows
+from nybble.quantize.learn import learn_scales
 from nybble.quantize.recipe import SITES, Recipe, hash_text, shipped_text
 from nybble.quantize.resume import Saved, Tensors
 from nybble.quantize.rotate import OnlineHadamard, Rotated, can_rotate
@@ -38,6 +39,7 @@ from nybble.text import load_tokenizer, read_text
 
 Progress = Callable[[str, float], None]
 CHUNK = 16384  # calibration tokens that go through a layer at once
+NORMS = ("input_layernorm", "post_attention_layernorm")
 MEASURED = 2048  # tokens whose predictions `auto` looks at
 
 
@@ -105,7 +107,10 @@ def quantize_checkpoint(
                      made_with=f"nybble {sys.modules['nybble'].__version__}, torch {torch.__version__}, {target.type}")
     if recipe.needs_calibration:
         text = shipped_text() if calibration is None else read_text(calibration)
-        recipe = replace(recipe, sequence_length=min(recipe.sequence_length, config.max_position))
+        if recipe.sequence_length > config.max_position:
+            notes.append(f"sequence_length = {recipe.sequence_length}: the model was made for {config.max_position} positions, "
+                         "so calibration sequences are that long")
+            recipe = replace(recipe, sequence_length=config.max_position)
         tokens = take_windows(load_tokenizer(path).encode(text, add_special=False), recipe.samples, recipe.sequence_length)
         recipe = replace(recipe, calibration="shipped" if calibration is None else Path(calibration).name,
                          text_hash=hash_text(text))
@@ -270,7 +275,7 @@ class _Run:
                 hidden, *others = self.saved.load_stream()
                 stream.hidden = [chunk.to(self.device) for chunk in hidden]
                 reference = None if not others else stream.beside([chunk.to(self.device) for chunk in others[0]])
-            elif self.recipe.drift:
+            elif self.recipe.drift or self.recipe.learn_scales:
                 reference = stream.beside(stream.hidden)
         for index in range(self.config.num_layers):
             self.progress("quantizing", index / self.config.num_layers)
@@ -311,7 +316,16 @@ class _Run:
                 changed = smooth_layer(layer, stream.hidden[0], kv, step, self.config, schemes,
                                        ALL_SITES[:-1] if self.config.hadamard else ALL_SITES)
                 layer = self.layer(index, changed)
+            before = list(stream.hidden) if self.recipe.learn_scales else []
             done = quantize_layer(layer, stream, reference, schemes, self.recipe, stored)
+            if self.recipe.learn_scales:
+                assert reference is not None
+                learned = learn_scales(layer, [one for chunk in before for one in chunk.split(stream.length)],
+                                       [one for chunk in reference.hidden for one in chunk.split(stream.length)],
+                                       self.recipe.learn_scales, self.recipe.seed, stored)
+                done |= {name: replace(done[name], weight=weight) for name, weight in learned.weights.items()}
+                changed |= {f"{at}{norm}.weight": value for norm, value in zip(NORMS, learned.norms)}
+                stream.hidden = [learned.layer.run(x, kv, step) for x, (step, kv) in zip(before, stream.steps())]
         tensors: Tensors = [(f"{name}.weight", found.weight.to("cpu")) for name, found in done.items()]
         tensors += [(f"{name}.input_scale", torch.tensor([found.act_scale], dtype=stored)) for name, found in done.items()
                     if found.act_scale is not None]

@@ -11,6 +11,7 @@ from uuid import uuid4
 from nybble.engine.messages import SamplingParams, TokenLogprob
 from nybble.serve.protocol import ChatRequest, CompletionRequest
 from nybble.serve.stream import Piece
+from nybble.serve.tools import Tools, ToolText
 from nybble.text import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity
@@ -36,20 +37,37 @@ class Answer:
 class ChatAnswer(Answer):
     streamed_as, whole_as, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
 
+    def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: ChatRequest,
+                 tools: Tools | None) -> None:
+        super().__init__(model, tokenizer, params, body)
+        self._texts = None if tools is None else [ToolText(tools.form) for _ in range(params.n)]
+
+    def _split(self, index: int, text: str, reason: str | None) -> tuple[str, list[dict], str | None]:
+        """Content, calls, and the reason of the end when the answer calls tools."""
+        if self._texts is None:
+            return text, [], reason
+        content, calls = self._texts[index].push(text, reason is not None)
+        return content, calls, "tool_calls" if reason == "stop" and self._texts[index].count else reason
+
     def opening(self, index: int) -> list[dict]:
         return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
 
     def chunks(self, piece: Piece) -> list[dict]:
-        out = []
-        if piece.text or piece.logprobs:
-            out.append(self._chunk(piece.index, {"content": piece.text}, self._logprobs(piece.logprobs)))
-        if piece.finish_reason:
-            out.append(self._chunk(piece.index, {}, None, piece.finish_reason))
+        out, (content, calls, reason) = [], self._split(piece.index, piece.text, piece.finish_reason)
+        if content or piece.logprobs:
+            out.append(self._chunk(piece.index, {"content": content}, self._logprobs(piece.logprobs)))
+        if calls:
+            out.append(self._chunk(piece.index, {"tool_calls": calls}))
+        if reason:
+            out.append(self._chunk(piece.index, {}, None, reason))
         return out
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
-        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+        content, calls, reason = self._split(index, text, reason)
+        message = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        return {"index": index, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
 
     @staticmethod
     def _chunk(index: int, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> dict:

@@ -21,7 +21,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from nybble.engine.client import EngineDied, RequestRefused
+from nybble.engine.client import EngineClient, EngineDied, RequestRefused
 from nybble.engine.messages import Info, SamplingParams, TokenLogprob
 from nybble.serve.answers import ChatAnswer, CompletionAnswer, Usage
 from nybble.serve.metrics import Metrics
@@ -36,7 +36,8 @@ from nybble.serve.protocol import (
     decode,
     schemas,
 )
-from nybble.serve.stream import Client, EngineFailed, Piece, merged, pieces
+from nybble.serve.stream import EngineFailed, Piece, merged, pieces
+from nybble.serve.tools import Tools, tools_of
 from nybble.text import Tokenizer
 
 OPEN_PATHS = frozenset({"/", "/health", "/version"})
@@ -52,7 +53,7 @@ encode = msgspec.json.encode
 class Server:
     """What the routes share. info: the engine's last word; its name, context and pool do not change."""
 
-    client: Client
+    client: EngineClient
     tokenizer: Tokenizer
     name: str
     max_waiting: int
@@ -73,7 +74,7 @@ class ClientGone(Exception):
     """The client hung up before its answer was complete."""
 
 
-def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | None = None, api_key: str | None = None,
+def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: str | None = None, api_key: str | None = None,
                max_waiting: int = 1024, max_body_bytes: int = 16 << 20) -> FastAPI:
     """The application. Its routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
     /metrics, /version and a chat page at /.
@@ -91,10 +92,12 @@ def create_app(client: Client, tokenizer: Tokenizer, info: Info, *, name: str | 
     async def chat_completions(request: Request) -> Response:
         """Chat completion, streamed or not."""
         body = await _read(server, request, ChatRequest)
-        params = body.params()
-        token_ids = await _chat_ids(tokenizer, body.messages, True, body.chat_template_kwargs or {})
+        params, tools = body.params(), tools_of(body, tokenizer)
+        if tools is not None:
+            params = tools.applied(params)
+        token_ids = await _chat_ids(tokenizer, body.messages, True, body.chat_template_kwargs or {}, tools)
         params = _fit(server, params, [token_ids], "messages", explicit=params.max_tokens is not None)
-        return await _answer(server, request, ChatAnswer(server.name, tokenizer, params, body), [token_ids], params)
+        return await _answer(server, request, ChatAnswer(server.name, tokenizer, params, body, tools), [token_ids], params)
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -188,13 +191,16 @@ async def _ids(tokenizer: Tokenizer, text: str, add_special: bool = True) -> lis
     return await _run(len(text), tokenizer.encode, text, add_special=add_special)
 
 
-async def _chat_ids(tokenizer: Tokenizer, messages: list, add_generation_prompt: bool, kwargs: dict) -> list[int]:
+async def _chat_ids(tokenizer: Tokenizer, messages: list, add_generation_prompt: bool, kwargs: dict,
+                    tools: Tools | None = None) -> list[int]:
     if not tokenizer.has_chat_template:
         raise RequestError(400, "this model has no chat template: use /v1/completions", param="messages")
-    turns = [message.rendered() for message in messages]
+    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    turns = [message.rendered(called) for message in messages]
     length = sum(len(turn["content"]) for turn in turns)
     try:
-        text = await _run(length, tokenizer.chat, turns, add_generation_prompt=add_generation_prompt, **kwargs)
+        text = await _run(length, tokenizer.chat, turns, tools and tools.described(),
+                          add_generation_prompt=add_generation_prompt, **kwargs)
     except Exception as error:  # a template is the checkpoint's program: it may refuse an order of roles, or fail
         reason = str(error) if isinstance(error, ValueError) else f"the chat template failed: {error!r}"
         raise RequestError(400, reason, param="messages") from None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from nybble.engine.messages import SamplingParams
+from nybble.engine.messages import Grammar, SamplingParams
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -23,7 +23,14 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Fields that `SamplingParams` has, too.
 SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n",
         "ignore_eos", "min_tokens", "skip_special_tokens")
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of StructuredOutputs, with "guided_" before them of a request, and kinds of Grammar.
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+# What a field of a few values may be, by the end of its path.
+ENUMS = {"role": ", ".join(ROLES), "tool_choice": "none, auto, required, or a function of tools",
+         "response_format.type": "text, json_object, json_schema", "content.type": "text, the only kind of part",
+         "type": "function", "": "another value"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 T = TypeVar("T")
 
@@ -50,6 +57,59 @@ class RequestError(Exception):
 
 def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()[:2000]
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    """strict: the answer always keeps to the schema, whatever it says."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of them; vLLM's names. grammar: Lark, as llguidance reads it."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Function(Struct, forbid_unknown_fields=True, kw_only=True):
+    """parameters: a JSON schema; without one there are no arguments. strict: a call that tool_choice asks for always is."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """index: what clients that collected a stream leave in."""
+
+    id: str
+    index: Int | None = None
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -80,7 +140,30 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     logit_bias: unsupported({}) = None
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to match. Raises RequestError when two fields say so."""
+        found = [Grammar(kind, text, f"{where}{name}")
+                 for where, holder, prefix in (("", self, "guided_"), ("structured_outputs.", self.structured_outputs, ""))
+                 for name, kind in ((prefix + short, kind) for short, kind in KINDS.items())
+                 if (text := getattr(holder, name, None)) is not None]
+        form = getattr(self, "response_format", None)
+        if form is not None and form.type != "text":
+            if form.type == "json_schema" and form.json_schema is None:
+                raise RequestError(400, "response_format.json_schema is missing: send its name and schema",
+                                   param="response_format")
+            schema = {"type": "object"} if form.type == "json_object" else form.json_schema.schema
+            found.append(Grammar("json_schema", {} if schema is None else schema, "response_format"))
+        if len(found) > 1:
+            raise RequestError(400, f"{' and '.join(one.field for one in found)} each ask for a form: send one",
+                               param=found[1].field)
+        return found[0] if found else None
 
     def _params(self, logprobs: int | None, max_tokens: int | None, names: dict[str, str]) -> SamplingParams:
         """names: where a field of SamplingParams is called otherwise in this request, for the error."""
@@ -93,7 +176,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
             "stop_token_ids": tuple(self.stop_token_ids or ()), "include_stop": self.include_stop_str_in_output}
         try:
             return SamplingParams(**{k: v for k, v in given.items() if v is not None},
-                                  logprobs=logprobs, max_tokens=max_tokens)
+                                  logprobs=logprobs, max_tokens=max_tokens, grammar=self.grammar())
         except ValueError as error:
             field, _, rest = str(error).partition(" ")
             field = names.get(field, field)
@@ -110,17 +193,25 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
     role: Literal[ROLES]
     content: str | list[TextPart] | None = None
-    name: unsupported() = None
+    name: str | None = None
     refusal: unsupported() = None
     annotations: unsupported([]) = None
     audio: unsupported() = None
     function_call: unsupported() = None
-    tool_calls: unsupported([]) = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def rendered(self) -> dict[str, str]:
-        """As chat templates take it. A developer's turn is a system turn: templates know no other name for it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def rendered(self, called: dict[str, str]) -> dict[str, Any]:
+        """As chat templates take it: arguments as objects, the tool's name beside its answer (called: by id). A developer's
+        turn is a system turn: templates know no other name for it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        more: dict[str, Any] = {"name": self.name or called.get(self.tool_call_id), "tool_call_id": self.tool_call_id}
+        more = {key: value for key, value in more.items() if value is not None}
+        if self.tool_calls:
+            more["tool_calls"] = [{"id": call.id, "type": "function", "function": {
+                "name": call.function.name, "arguments": msgspec.json.decode(call.function.arguments)}}
+                for call in self.tool_calls]
+        return {"role": "system" if self.role == "developer" else self.role, "content": text, **more}
 
 
 class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
@@ -136,15 +227,15 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     functions: unsupported([]) = None
     metadata: unsupported({}) = None
     modalities: unsupported(["text"]) = None
-    parallel_tool_calls: unsupported(True, False) = None
+    parallel_tool_calls: bool | None = None
     prediction: unsupported() = None
     prompt_cache_retention: unsupported("in_memory") = None
     reasoning_effort: unsupported() = None
-    response_format: unsupported({"type": "text"}) = None
+    response_format: ResponseFormat | None = None
     service_tier: unsupported("auto", "default") = None
     store: unsupported(False) = None
-    tool_choice: unsupported("none", "auto") = None
-    tools: unsupported([]) = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    tools: list[Tool] | None = None
     verbosity: unsupported("medium") = None
     web_search_options: unsupported() = None
 
@@ -226,9 +317,18 @@ def neutral_values(kind: type[Struct]) -> dict[str, tuple]:
 def check_messages(messages: list[Message]) -> None:
     """Raises RequestError (400) naming the field of a message that cannot be honoured."""
     for index, message in enumerate(messages):
-        _refuse_unless_neutral(message, f"messages[{index}].")
-        if message.content is None:
-            raise RequestError(400, "a message needs its content", param=f"messages[{index}].content")
+        _refuse_unless_neutral(message, where := f"messages[{index}].")
+        if message.content is None and not message.tool_calls:
+            raise RequestError(400, "a message needs its content", param=where + "content")
+        for name, role in (("name", "tool"), ("tool_call_id", "tool"), ("tool_calls", "assistant")):
+            if getattr(message, name) and message.role != role:
+                raise RequestError(400, f"{where}{name} is only for role {role}: leave it out", param=where + name)
+        for i, call in enumerate(message.tool_calls or ()):
+            try:
+                msgspec.json.decode(call.function.arguments, type=dict)
+            except (msgspec.DecodeError, RecursionError) as error:
+                field = f"{where}tool_calls[{i}].function.arguments"
+                raise RequestError(400, f"{field}: wants a JSON object as text ({error})", param=field) from None
 
 
 def decode(kind: type[T], body: bytes) -> T:
@@ -240,7 +340,7 @@ def decode(kind: type[T], body: bytes) -> T:
         field = re.search(r"(?:unknown|required) field `(.*)`", what)
         param = (path.rstrip("`") + ("." + field[1] if field else "")).lstrip(".")
         if what.startswith("Invalid enum value"):  # which does not say what would be valid
-            what += ": wants " + ("text, the only kind of part" if param.endswith("type") else ", ".join(ROLES))
+            what += next(": wants " + values for end, values in ENUMS.items() if re.sub(r"\[\d+\]", "", param).endswith(end))
         raise RequestError(400, f"{param or 'body'}: {what}", param=param or None) from None
     except RecursionError:
         raise RequestError(400, "the body is nested too deeply") from None

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
-from nybble.engine.messages import Delta, Info, SamplingParams, TokenLogprob
+from nybble.engine.messages import Delta, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from nybble.engine.client import EngineClient
     from nybble.serve.metrics import Metrics
     from nybble.text import Detokenizer, Tokenizer
-
-
-class Client(Protocol):
-    """What the server asks of the engine: `engine.client.EngineClient`. Leaving a `generate` early aborts the request."""
-
-    def generate(self, request_id: str, token_ids: list[int], params: SamplingParams) -> AsyncGenerator[Delta]: ...
-    @property
-    def silence_s(self) -> float: ...
-    async def abort(self, request_id: str, index: int | None = None) -> None: ...
-    async def info(self) -> Info: ...
 
 
 class EngineFailed(Exception):
@@ -99,7 +90,7 @@ class TextStream:
             end, start = min(found)
             self.stopped, self._held = True, ""
             return text[: end if self._include else start]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+        keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep:]
         return text[: len(text) - keep]
 
@@ -110,12 +101,12 @@ def text_stream(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
     return TextStream(detokenizer, params.stop, params.include_stop, params.min_tokens)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of text that is a beginning of stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-async def pieces(client: Client, tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, metrics: Metrics,
+async def pieces(client: EngineClient, tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, metrics: Metrics,
                  first_index: int = 0) -> AsyncIterator[Piece]:
     """The completions first_index .. first_index + params.n - 1 of one prompt, as they come.
 

@@ -83,6 +83,11 @@ class Tokenizer:
     def _byte_ids(self) -> set[int]:
         return {i for token, i in self.backend.get_vocab().items() if _is_byte(token) and i not in self._added}
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token."""
+        found = self.backend.token_to_id(text)
+        return found if found in self._special_ids else None
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.templates)

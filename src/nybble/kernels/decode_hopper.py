@@ -1,0 +1,127 @@
+"""Attention of a step of generated tokens on Hopper (sm_90a), in CUDA (`decode_sm90.cu`): from the projection to the rows of
+the linear that follows, rotary embedding, the cache's new token and quantization included.
+
+Not portable, and for heads of 128 channels, int8 and int4 caches and contexts of few splits: all else is `attention_triton`'s,
+whose bits these are. This file looks whether the kernel fits, cuts the work and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nybble.kernels import attention_triton, nvrtc
+from nybble.kernels.attention_triton import LOG2_E
+from nybble.kernels.types import LayerKV, Rows, Step
+
+OUT = {torch.bfloat16: 0, torch.float16: 1}
+DIM, TILE_BYTES = 128, 4096
+TILES = {"int8": attention_triton.decode_tiles(DIM, 8), "int4": attention_triton.decode_tiles(DIM, 4)}
+MOST_PARTIAL_BYTES = 32768  # of a (row, KV head)'s partial sums
+MOST_ROWS = 4096
+MOST_PAIRS = 1024  # more (row, KV head) pairs read faster as single warps of `attention_triton`...
+LONGEST = ((31, 512), (330, 1024), (MOST_PAIRS, 2048))  # ... as does what may be longer: it shares a row among more programs
+
+
+class Shape(NamedTuple):
+    """Who works on a (row, KV head): blocks of a cluster, warps of each; tiles of K and V that a warp has in flight; blocks
+    that a processor holds. None of it moves a bit."""
+
+    warps: int = 4
+    stages: int = 1
+    cluster: int = 1
+    resident: int = 4
+
+
+def shape_for(name: str, pairs: int, count: int = 132) -> Shape:
+    """For so many (row, KV head) pairs on `count` processors; from an H200, 1 to 128 rows of Llama-2-13B and Llama-3-8B."""
+    if pairs <= count:
+        return Shape(8, 2, 1, 1)
+    if pairs <= 5 * count // 2:
+        return Shape(4, 1, 2, 4 if name == "int8" else 3)
+    if pairs <= 6 * count:
+        return Shape(4, 2, 1, 2) if name == "int8" else Shape(4, 1, 1, 3)
+    return Shape()
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of the .cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "table", "context", "position", "slot", "cos_sin", "k", "v", "k_params",
+                                               "v_params", "out", "codes", "scale", "arrivals")),
+        *((name, ctypes.c_float) for name in ("q_scale", "v_scale")),
+        *((name, ctypes.c_int) for name in ("table_width", "blocks", "splits")),
+    ]  # fmt: skip
+
+
+def source_and_defines(shape: Shape, name: str, heads: int, group: int, block_size: int, quantize: bool, out: int
+                       ) -> tuple[str, dict[str, int]]:
+    defines = {"INT4": int(name == "int4"), "HEADS": heads, "GROUP": group, "BLOCK_SIZE": block_size, "WARPS": shape.warps,
+               "STAGES": shape.stages, "CLUSTER": shape.cluster, "RESIDENT": shape.resident,
+               "QUANTIZE": int(quantize), "OUT": out}  # fmt: skip
+    return nvrtc.source("decode_sm90.cu"), defines
+
+
+def shared_bytes(shape: Shape, name: str, group: int, blocks: int, splits: int) -> int:
+    """The layout is the .cu's."""
+    sets, codes, tile = (2, 64, 64) if name == "int4" else (1, 128, 32)
+    fresh_at = shape.warps * shape.stages * (2 * TILE_BYTES + 2 * sets * tile * 4 + 16) + group * DIM * 2
+    table_at = -(-(fresh_at + group * (1 + 2 * sets) * 4) // 16) * 16 + 2 * codes + 32
+    return table_at + -(-blocks * 4 // 16) * 16 + splits * group * (DIM * 4 + 8)
+
+
+@functools.cache
+def kernel(shape: Shape, name: str, heads: int, group: int, block_size: int, quantize: bool, out: int, device: int
+           ) -> ctypes.c_void_p:
+    code = nvrtc.machine_code(*source_and_defines(shape, name, heads, group, block_size, quantize, out))
+    return nvrtc.load(code, "decode", nvrtc.MOST_BYTES, device)
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+
+
+def fits(x: Tensor, heads: int, kv: LayerKV, step: Step, rotary: int, window: int) -> bool:
+    """x: projections, `heads` of them queries."""
+    if x.dtype not in OUT or kv.name not in TILES or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
+        return False
+    _, kv_heads, block_size, width = kv.v.shape
+    tiles, group = TILES[kv.name], heads // kv_heads
+    if width * (2 if kv.name == "int4" else 1) != DIM or heads % kv_heads or group > 8 or block_size % tiles.tile:
+        return False
+    pairs, splits = step.num_decode * kv_heads, attention_triton.split_count(step.max_context, tiles)
+    if step.max_context > next((longest for most, longest in LONGEST if pairs <= most), 0):
+        return False
+    aligned = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, kv.k, kv.v, kv.k_params, kv.v_params))
+    return splits * group * DIM * 4 <= MOST_PARTIAL_BYTES and aligned
+
+
+def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: Tensor, quantize: bool,
+        shape: Shape | None = None) -> Tensor | Rows:
+    """x: projections [T, (heads + 2 kv_heads) * DIM], whose K and V are written -> [T, heads, DIM] in x's dtype, or its int8
+    rows. Only what `fits`."""
+    rows, device = step.num_decode, x.device
+    _, kv_heads, block_size, _ = kv.v.shape
+    shape = shape or shape_for(kv.name, rows * kv_heads, nvrtc.processors(device.index))
+    out = torch.empty((rows, heads, DIM), dtype=x.dtype, device=device)
+    codes = torch.empty((rows, heads * DIM), dtype=torch.int8, device=device) if quantize else None
+    by = torch.empty(rows, dtype=torch.float32, device=device) if quantize else None
+    blocks, splits = -(-step.max_context // block_size), attention_triton.split_count(step.max_context, TILES[kv.name])
+    tensors = (x, step.block_table, step.context_len, step.positions, step.slots, cos_sin, kv.k, kv.v, kv.k_params, kv.v_params,
+               out, codes, by, _arrivals(device))
+    arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), scale * LOG2_E * kv.k_scale, kv.v_scale,
+                          step.block_table.shape[1], min(blocks, step.block_table.shape[1]), splits)
+    maps = (nvrtc.bytes_map(t.data_ptr(), t.numel() // 128, 128, TILE_BYTES // 128) for t in (kv.k, kv.v))
+    group = heads // kv_heads
+    nvrtc.launch(
+        kernel(shape, kv.name, kv_heads, group, block_size, quantize, OUT[x.dtype], device.index),
+        rows * kv_heads * shape.cluster, shape.warps * 32, shared_bytes(shape, kv.name, group, blocks, splits), shape.cluster,
+        (*maps, arguments), device,
+    )  # fmt: skip
+    return out if codes is None or by is None else Rows(codes, by)

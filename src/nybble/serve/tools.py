@@ -1,0 +1,166 @@
+"""Tool calls: from what a model writes to OpenAI's `tool_calls`, and the grammar of a call that has to be made.
+
+How a model writes calls is what its chat template taught it: each format is known by a phrase of the template. Text leaves
+here only when it can no longer turn out to be a call, and a call only when its JSON is complete.
+Sources: the templates of Hermes-2-Pro and Qwen2.5 (`<tool_call>`), Mistral-7B-Instruct-v0.3 (`[TOOL_CALLS]`), Llama-3.1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from uuid import uuid4
+
+from msgspec.structs import replace
+
+from nybble.engine.messages import JSON_SPACE, Grammar, SamplingParams
+from nybble.serve.protocol import NO_ARGUMENTS, ChatRequest, Function, RequestError, Tool
+from nybble.serve.stream import overlap
+from nybble.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Format:
+    """Calls are `mark first CALL (between CALL)* last`, a call is JSON of a name and, under `key`, an object. An empty mark:
+    the whole answer is calls, or none; an empty between: one call at a time. phrase: what a template of this format holds."""
+
+    phrase: str
+    mark: str
+    first: str
+    between: str
+    last: str
+    key: str
+
+
+FORMATS = {
+    "Hermes and Qwen": Format("<tool_call>", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>",
+                              "arguments"),
+    "Mistral": Format("[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]", "arguments"),
+    "Llama 3": Format('"parameters": dictionary of argument name and its value', "", "", "", "", "parameters"),
+}
+OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # of formats that share a phrase with the above
+TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+AROUND = re.compile(rf"(?:{'|'.join(map(re.escape, TAGS))}|[\s\[\],;])*")  # what may stand before, between and after calls
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What one request offers, and how this model calls it. forced: names of which one has to be called, if not empty."""
+
+    form: Format
+    functions: tuple[Function, ...]
+    forced: tuple[str, ...]
+    several: bool
+    mark_id: int | None  # where the mark is a special token
+
+    def described(self) -> list[dict]:
+        """As chat templates take them, which look into every field."""
+        return [{"type": "function", "function": {"name": one.name, "description": one.description or "",
+                                                  "parameters": one.parameters or NO_ARGUMENTS}} for one in self.functions]
+
+    def applied(self, params: SamplingParams) -> SamplingParams:
+        """params of an answer that may call, or has to. Raises RequestError (400) when it also has to have another form."""
+        if params.grammar is not None:
+            raise RequestError(400, f"{params.grammar.field} with tools: an answer cannot keep to it and call; send "
+                               "tool_choice none, or leave one of them out", param=params.grammar.field)
+        shown = self.mark_id is None and params.skip_special_tokens
+        try:
+            return replace(params, skip_special_tokens=shown, grammar=self._grammar() if self.forced else None)
+        except ValueError as error:
+            raise RequestError(400, f"tool_choice that forces a call, and {error}", param="tool_choice") from None
+
+    def _grammar(self) -> Grammar:
+        form, mark = self.form, f"<[{self.mark_id}]>"
+
+        def quoted(text: str) -> str:
+            if self.mark_id is None:
+                return json.dumps(text) if text else ""
+            return f" {mark} ".join(json.dumps(part) if part else "" for part in text.split(form.mark))
+
+        functions = [one for one in self.functions if one.name in self.forced]
+        more = f"({quoted(form.between)} call)*" if self.several else ""
+        rules = [f"start: {quoted(form.mark + form.first)} call {more} {quoted(form.last)}",
+                 "call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
+        for i, one in enumerate(functions):
+            before = f'{{"name": {json.dumps(one.name)}, "{form.key}": '
+            rules += [f'call{i}: {json.dumps(before)} json{i} "}}"',
+                      f"json{i}: %json {json.dumps({'x-guidance': JSON_SPACE} | (one.parameters or NO_ARGUMENTS))}"]
+        return Grammar("lark", "\n".join(rules), "tools")
+
+
+def tools_of(body: ChatRequest, tokenizer: Tokenizer) -> Tools | None:
+    """None when the model is not to call anything. Raises RequestError (400)."""
+    choice = body.tool_choice or "auto"
+    functions = tuple(tool.function for tool in body.tools or ())
+    names = tuple(one.name for one in functions)
+    if not names and choice not in ("none", "auto"):
+        raise RequestError(400, "tool_choice asks for a call, but there are no tools: send tools", param="tool_choice")
+    if len(set(names)) < len(names):
+        raise RequestError(400, f"tools: two of them have one name ({', '.join(names)}): rename one", param="tools")
+    if not names or choice == "none":
+        return None
+    if isinstance(choice, Tool) and choice.function.name not in names:
+        raise RequestError(400, f"tool_choice: there is no tool {choice.function.name!r} among {', '.join(names)}",
+                           param="tool_choice")
+    template = tokenizer.templates.get("tool_use") or tokenizer.templates.get("default", "")
+    if not re.search(r"\btools\b", template):
+        raise RequestError(400, "this model's chat template has no tools: leave tools out, or serve a model made for them",
+                           param="tools")
+    form = next((one for one in FORMATS.values() if one.phrase in template), None)
+    if form is None or any(other in template for other in OTHERS):
+        raise RequestError(400, "how this model's chat template has it write calls is not known here (the formats of "
+                           f"{', '.join(FORMATS)} are): leave tools out, or send tool_choice none", param="tools")
+    forced = (choice.function.name,) if isinstance(choice, Tool) else names if choice == "required" else ()
+    several = choice == "required" and body.parallel_tool_calls is not False and form.between != ""
+    return Tools(form, functions, forced, several, tokenizer.special_id(form.mark))
+
+
+class ToolText:
+    """One answer's text in, content and calls out."""
+
+    def __init__(self, form: Format) -> None:
+        self._form, self._held, self.count = form, "", 0
+        self._inside = self._fresh = not form.mark  # among calls; and none of them was complete yet
+
+    def push(self, text: str, final: bool = False) -> tuple[str, list[dict]]:
+        """Content that is certain now, and the calls that are complete now, as OpenAI has them. final: there is no more."""
+        self._held += text
+        content, calls, mark = "", [], self._form.mark
+        while self._held:
+            if not self._inside:
+                at = self._held.find(mark) if mark else -1
+                self._inside = self._fresh = at >= 0
+                if at < 0:
+                    at = len(self._held) - (overlap(self._held, mark) if mark and not final else 0)
+                content, self._held = content + self._held[:at], self._held[at:]
+                if not self._inside:
+                    break
+            start = AROUND.match(self._held).end()
+            rest = self._held[start:]
+            call, end = _call(rest, self._form.key)
+            if call is not None:
+                calls.append({"index": self.count, **call})
+                self.count, self._held, self._fresh = self.count + 1, rest[end:], False
+            elif end or final or not (rest.startswith("{") or any(tag.startswith(rest) for tag in TAGS)):
+                content += (self._held[:start] if self._fresh else "") + rest[:end]
+                self._inside, self._held = False, rest[end:]
+            else:
+                break
+        return content, calls
+
+
+def _call(text: str, key: str) -> tuple[dict | None, int]:
+    """The call that text begins with, and its length; (None, 0) while it is incomplete, (None, length) for other JSON."""
+    if not text.startswith("{") or "}" not in text:
+        return None, 0
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+        arguments = found.get(key, found.get("parameters" if key == "arguments" else "arguments"))
+        written = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None, 0
+    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
+        return None, end
+    # Mistral's templates want ids of nine letters and digits; the others take any.
+    return {"id": uuid4().hex[:9], "type": "function", "function": {"name": found["name"], "arguments": written}}, end

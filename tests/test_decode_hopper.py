@@ -1,0 +1,63 @@
+"""Attention of generated tokens on Hopper, without one: which steps fit, the room of a program, machine code without spills."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ops_cases import attention_case
+from sass import SPILL, assemble
+
+from nybble.kernels import decode_hopper
+from nybble.kernels.nvrtc import MOST_BYTES
+
+
+def asked(name: str, heads: int, kv_heads: int, dim: int = 128, block_size: int = 64, context: int = 300):
+    _, kv, step = attention_case(name, [context], [1], heads, kv_heads, dim, block_size, dtype=torch.bfloat16)
+    return torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16), heads, kv, step
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [({}, True), ({"name": "int4"}, True), ({"name": "bf16"}, False), ({"name": "fp8"}, False), ({"dim": 64}, False),
+     ({"block_size": 16}, False), ({"block_size": 32}, True), ({"name": "int4", "block_size": 32}, False),
+     ({"heads": 18}, False), ({"heads": 16}, True), ({"context": 400}, True), ({"context": 2048}, False),
+     ({"context": 1024, "heads": 40, "kv_heads": 40}, True), ({"context": 1100, "heads": 40, "kv_heads": 40}, False)],
+)
+def test_which_steps_fit(change: dict, fits: bool) -> None:
+    x, heads, kv, step = asked(**{"name": "int8", "heads": 4, "kv_heads": 2} | change)
+    assert decode_hopper.fits(x, heads, kv, step, 128, 0) is fits
+
+
+def test_windows_partial_rotation_and_other_types_do_not_fit() -> None:
+    x, heads, kv, step = asked("int8", 4, 2)
+    assert not decode_hopper.fits(x, heads, kv, step, 128, 100)
+    assert not decode_hopper.fits(x, heads, kv, step, 64, 0)
+    assert not decode_hopper.fits(x.float(), heads, kv, step, 128, 0)
+    assert not decode_hopper.fits(x, heads, kv, replace(step, num_decode=0), 128, 0)
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 40, 65, 132, 300, 640, 5120])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_programs_of_a_processor_have_room(name: str, pairs: int) -> None:
+    shape = decode_hopper.shape_for(name, pairs)
+    assert 1 <= shape.cluster <= 8
+    assert shape.warps * shape.resident * 32 * 128 <= 65536  # registers
+    splits = decode_hopper.MOST_PARTIAL_BYTES // 512
+    assert decode_hopper.shared_bytes(shape, name, 1, 64, splits) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(("name", "heads", "group", "pairs"),
+                         [("int8", 40, 1, 40), ("int8", 40, 1, 640), ("int8", 8, 4, 1000),
+                          ("int4", 40, 1, 160), ("int4", 8, 4, 300)])
+def test_machine_code_spills_nothing_between_products(name: str, heads: int, group: int, pairs: int, quantize: bool,
+                                                      tmp_path: Path) -> None:
+    shape = decode_hopper.shape_for(name, pairs)
+    lines = assemble(*decode_hopper.source_and_defines(shape, name, heads, group, 64, quantize, 0), tmp_path)
+    products = [i for i, line in enumerate(lines) if re.match(r"(@\S+ )?HMMA", line)]
+    assert len(products) == (64 if name == "int4" else 32)  # of a tile: codes times queries once, times weights once
+    assert not [line for line in lines[products[0]:products[-1]] if SPILL.match(line)]
