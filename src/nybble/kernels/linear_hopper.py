@@ -86,16 +86,14 @@ def expected_us(tile: Tile, tokens: int, rows: int, channels: int, count: int) -
 
 
 @functools.lru_cache(1 << 14)
-def tile_for(tokens: int, rows: int, channels: int, count: int = 132, mode: int = PER_CHANNEL) -> Tile:
+def tile_for(tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
     """The tile for a batch on a GPU of `count` processors. Few tokens: shares of the channels that fill two programs a
-    processor, equal ones where unpacking groups, not memory, is the limit. More: what `expected_us` says of tiles that fill one
-    round of the processors, whole rounds of the larger kind, and equal shares."""
+    processor. More: what `expected_us` says of tiles that fill one round of the processors, whole rounds of the larger kind,
+    and equal shares."""
     blocks, steps = -(-rows // 128), -(-channels // BLOCK)
     if tokens <= 64:
         shares = next(k for k in (4, 2, 1) if k == 1 or blocks * k <= 2 * count)
         few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
-        if mode != PER_CHANNEL and blocks * shares < 1.8 * count:
-            return Tile(few, 1, few <= 16, 1, 2, waves=2, stream=True)
         if few == 64 and blocks > count:
             return Tile(few, 2)
         return Tile(few, 1, few <= 16, shares, 2, ahead=6 if steps <= 20 * shares else 0)
@@ -246,7 +244,7 @@ def compile_ahead(n: int, k: int, mode: int, out: int, count: int) -> None:
     """Start on the kernels that batches of every usual size will want; of a small weight those that its start-up test will."""
     usual = (*range(1, 65), *range(80, 513, 16), *range(640, 2049, 128), 4096, 8192)
     tokens = usual if n * k >= 1 << 24 else (1, 40, 100, 300)
-    nvrtc.compile_ahead(source_and_defines(tile, mode, out) for tile in {tile_for(m, n, k, count, mode) for m in tokens})
+    nvrtc.compile_ahead(source_and_defines(tile, mode, out) for tile in {tile_for(m, n, k, count) for m in tokens})
 
 
 def whole_waves(tiles: int, clusters: int) -> int:
@@ -264,7 +262,7 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
     if tokens == 0:
         return y
-    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k, processors(device), packed.mode), -(-packed.k // BLOCK)
+    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
     row_tiles, token_tiles = -(-packed.n // tile.rows), -(-tokens // tile.tokens)
     tiles = clusters = row_tiles * token_tiles
     tile = tile._replace(cluster_k=min(tile.cluster_k, steps))
