@@ -132,12 +132,26 @@ def test_penalties_logprobs_stop_strings_and_limits(llm):
     ("regex", "(a", "unclosed group"),
     ("choice", [], "non-empty list"),
     ("lark", "begin: x", "start"),
+    ("json_schema", {"$ref": "#"}, "no answer keeps to it"),
+    ("lark", "start: start", "no answer keeps to it"),
 ])  # fmt: skip
 def test_what_is_no_grammar_is_refused_and_the_next_request_runs(llm, kind, text, why):
     with pytest.raises(ValueError, match=why):
         llm.generate(["a", "b"], [SamplingParams(max_tokens=2), asking(kind, text)])
     assert llm.info().running == llm.info().waiting == 0
     assert is_person(llm.generate("hi", asking("json_schema", PERSON)).text)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "<|endoftext|>x", "[TOOL_CALLS]", "\x7f\u2028\0"])
+def test_text_that_spells_a_special_token_stays_text(llm, text):
+    """llguidance makes tokens of forced text as of a prompt, where these are special: EOS among them."""
+    assert llm.generate("hi", asking("choice", [text])).text == text
+    assert json.loads(llm.generate("hi", asking("json_schema", {"const": {"a": text}})).text) == {"a": text}
+
+
+def test_thousands_of_choices_and_long_repetitions(llm):
+    assert re.fullmatch("c[0-9]{1,4}", llm.generate("hi", asking("choice", [f"c{i}" for i in range(5000)])).text)
+    assert llm.generate("hi", asking("regex", "(a{1000}){1000}", max_tokens=9)).text == "a" * 9
 
 
 def test_params_say_what_does_not_go_together():
@@ -238,13 +252,26 @@ def test_streamed_over_http(url):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_arguments_are_an_object_where_parameters_do_not_say_so(url):
+    client = openai.OpenAI(base_url=url, api_key="unused", max_retries=0)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+        "additionalProperties": False}}}
+    for seed in range(4):
+        answer = client.chat.completions.create(**TURN | {"seed": seed}, max_tokens=300, tools=[tool], tool_choice="required",
+                                                parallel_tool_calls=False)
+        assert 0 <= json.loads(answer.choices[0].message.tool_calls[0].function.arguments)["a"] <= 9
+
+
 def test_refused_over_http(url):
     client = openai.OpenAI(base_url=url, api_key="unused", max_retries=0)
     broken = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+    tool, text = ({"type": "function", "function": {"name": "f", "parameters": parameters}}
+                  for parameters in ({"properties": {"a": {"type": "nonsense"}}}, {"type": "string"}))
     for asked, param, why in (({"response_format": broken}, "response_format", "nonsense"),
                               ({"extra_body": {"guided_regex": "(a"}}, "guided_regex", "unclosed group"),
-                              ({"tools": [tool], "tool_choice": "required"}, "tools", "nonsense")):
+                              ({"tools": [tool], "tool_choice": "required"}, "tools", "these tools.*nonsense"),
+                              ({"tools": [text]}, "tools[0].function.parameters", "arguments are an object")):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match=why) as caught:
                 client.chat.completions.create(**TURN, **asked, stream=stream)

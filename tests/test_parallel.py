@@ -23,7 +23,7 @@ from nybble.engine.messages import SamplingParams
 from nybble.evals import evaluate
 from nybble.formats.qtensor import dequantize
 from nybble.formats.spec import SCHEMES
-from nybble.kernels import peers_hopper
+from nybble.kernels import ops_hopper, peers_hopper
 from nybble.llm import LLM
 from nybble.models import dummy_model, forward_window, load_model, read_config, share_of
 from nybble.nn.parallel import ALONE, Group, new_meeting, take_rows
@@ -200,3 +200,13 @@ def test_peers_kernels_keep_their_values_in_registers_and_flags_beside_data(rank
     assert not any(SPILL.match(line) for line in lines)
     posted = [line for line in lines if re.match(r"(@\S+ )?STG?\.E\.128\.STRONG\.SYS", line)]
     assert len(posted) >= 2 * (ranks - 1)  # 16 bytes at once, or a flag might arrive before its data
+
+
+def test_parts_of_a_row_are_not_quantized_by_a_kernel_that_the_row_is_too_wide_for() -> None:
+    """The rows of small batches are whole: theirs and a large batch's then come from the same kernel."""
+    part = torch.zeros(200, 2 * 26624, dtype=torch.bfloat16)  # of Llama-3.1-405B, by two
+    assert ops_hopper.fits(ops_hopper.SILU, part, 26624)
+    assert not ops_hopper.fits(ops_hopper.SILU, part, 53248)
+    asked: list[torch.Tensor] = []
+    assert ops_hopper.silu_mul_part(part, 0, lambda most: asked.append(most) or most, 2) is None
+    assert not asked

@@ -147,6 +147,15 @@ def test_tool_calls_however_the_text_is_cut(form, text, content, calls, data):
     assert [one["index"] for one in found] == list(range(len(calls)))
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
+def test_a_call_whose_arguments_json_cannot_say_is_text(value):
+    """Python reads them all; clients could not."""
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+    reader = ToolText(FORMATS["Hermes and Qwen"])
+    content, calls = reader.push(text + '<tool_call>{"name": "g", "arguments": {}}</tool_call>', final=True)
+    assert (content, [call["function"]["name"] for call in calls]) == (text, ["g"])
+
+
 def test_a_call_nested_too_deeply_is_text():
     for middle in ("[" * 99_999, "[" * 99_999 + "]" * 99_999):
         text = '{"name": "f", "parameters": {"a": ' + middle + "}}"

@@ -565,6 +565,15 @@ def test_nothing_is_learned_where_nothing_can_be(tmp_path: Path):
     assert not learned.weights
 
 
+def test_learning_says_what_it_left_out_and_wants_something_to_judge_by(checkpoint: Path, tmp_path: Path, monkeypatch):
+    recipe = Recipe(method="rtn", group=0, samples=4, sequence_length=64, learn_scales=1)
+    with pytest.raises(ValueError, match="learn_scales = 1: wants 2 calibration sequences or more.* gives 1"):
+        quantize_checkpoint(checkpoint, tmp_path / "out", replace(recipe, samples=1), "int8", checkpoint / "text.txt", "cpu")
+    monkeypatch.setattr("nybble.quantize.learn.WORSE", 0.0)
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", recipe, "int8", checkpoint / "text.txt", "cpu")
+    assert "the scales of layers 0, 1 was worse on the sequence held out" in str(report)
+
+
 def test_an_online_hadamard_changes_no_logit_and_is_the_one_that_others_mean():
     from compressed_tensors.transform import TransformConfig
     from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix

@@ -353,7 +353,7 @@ BAD = [
     ({"modalities": ["audio"]}, "modalities"), ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"stream": "yes"}, "stream"), ({"top_k": -1}, "top_k"), ({"min_p": 1}, "min_p"), ({"min_tokens": -1}, "min_tokens"),
-    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"), ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),

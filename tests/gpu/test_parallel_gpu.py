@@ -32,9 +32,9 @@ def test_parts_of_rows_are_quantized_as_the_rows_are(width: int, hadamard: int) 
     own = [halves[:, :, rank].flatten(1) for rank in range(2)]
     most: list[torch.Tensor] = []
     for part in own:
-        ops_hopper.silu_mul_part(part, hadamard, lambda found: most.append(found.clone()) or found)
+        ops_hopper.silu_mul_part(part, hadamard, lambda found: most.append(found.clone()) or found, 2)
     largest = torch.stack(most).amax(0)
-    parts = [ops_hopper.silu_mul_part(part, hadamard, lambda _: largest) for part in own]
+    parts = [ops_hopper.silu_mul_part(part, hadamard, lambda _: largest, 2) for part in own]
     assert torch.equal(torch.cat([part.codes for part in parts], 1), wanted.codes)
     assert all(torch.equal(part.scale, wanted.scale) for part in parts)
 

@@ -245,6 +245,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", default="attention.jsonl", help="one JSON line per figure is appended here")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} sees no GPU, and attention is timed on one")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     with open(options.out, "a") as file:
         def emit(row: dict[str, Any]) -> None:

@@ -67,7 +67,6 @@ def run(
     from nybble.engine.core import Engine
     from nybble.engine.load import open_engine
     from nybble.engine.messages import Delta, SamplingParams, Submit
-    from nybble.formats.spec import SCHEMES
     from nybble.hardware import describe, pick_device
 
     if requests < 1 or concurrency < 1:
@@ -95,12 +94,7 @@ def run(
     )
     if loaded is not None:
         engine = Engine(loaded, config)
-    elif dummy:
-        from nybble.models import SHAPES
-
-        if not set(scheme.split("+")) <= set(SCHEMES) or model not in SHAPES:
-            raise ValueError(f"--dummy wants a shape ({', '.join(SHAPES)}) and a scheme ({', '.join(SCHEMES)})")
-    if loaded is None:
+    else:
         engine = open_engine(model, device, config, dummy=dummy)
     sys.stderr.write(f"{engine.runner.memory}\n")
     rng = random.Random(2)

@@ -199,7 +199,10 @@ class _Shards:
             shared = tensor.untyped_storage().nbytes() != tensor.nbytes or (tensor.data_ptr() in seen and tensor.numel())
             own[name] = tensor.clone() if shared else tensor
             seen.add(own[name].data_ptr())
-        save_file(own, str(self.folder / f"{len(self.files)}.tmp"), metadata={"format": "pt"})
+        path = self.folder / f"{len(self.files)}.tmp"
+        save_file(own, str(path), metadata={"format": "pt"})
+        os.umask(mask := os.umask(0))
+        path.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
         self.files.append(list(self.waiting))
         self.waiting, self.size = {}, 0
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from nybble.engine.messages import JSON_SPACE, Grammar
 
+# Forced text would be tokenized as a prompt is: "<|im_end|>" in a string would become the special token, and end the answer.
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
 INSTALL = "structured output and forced tool calls need llguidance 1.9 or newer: pip install 'nybble[grammar]'"
 
 
@@ -36,7 +38,8 @@ class Grammars:
             self._tokenizer  # noqa: B018
 
     def compile(self, grammar: Grammar) -> Future[Any]:
-        return self._threads.submit(self._compiled, grammar.kind, grammar.text)
+        what = "these tools" if grammar.field == "tools" else f"this {grammar.kind}"
+        return self._threads.submit(self._compiled, grammar.kind, grammar.text, what)
 
     def masks(self, matchers: Sequence[Any]) -> np.ndarray:
         """int32 [len(matchers), ceil(vocab_size / 32)]: bit i of a row is 1 where token i may come next."""
@@ -47,24 +50,31 @@ class Grammars:
             fill_next_token_bitmask_par(self._executor, [(one, row) for row, one in enumerate(matchers)], masks)
         return masks
 
-    def _compile(self, kind: str, text: str) -> Any:
+    def _compile(self, kind: str, text: str, what: str) -> Any:
         try:
             from llguidance import LLMatcher, regex_to_lark
         except ImportError:
             raise ValueError(INSTALL) from None
         if kind == "json_schema":
-            try:
-                text = LLMatcher.grammar_from_json_schema(text, defaults=JSON_SPACE)
-            except ValueError as error:
-                raise ValueError(f"this json_schema is no JSON object ({error}): send one") from None
+            text = f"start: %json {_schema(text)}"
         elif kind == "regex":
             text = f"start: /{regex_to_lark(text, 'dw')}/"  # \d and \w are ASCII, as in JSON schemas
-        elif kind == "choice":
-            text = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices(text))
+        elif kind == "choice":  # a terminal: thousands of rules are too many for the parser
+            text = "start: ONE\nONE: " + " | ".join(map(json.dumps, choices(text)))
+        if kind != "lark" or "%llguidance" not in text:
+            text += NO_FORCING
         matcher = LLMatcher(self._tokenizer, text, log_level=0)
-        if matcher.is_error():
-            why = " ".join(matcher.get_error().split())
-            raise ValueError(f"this {kind} cannot be followed ({why}): correct it, or leave out what is not known here")
+        why = matcher.get_error()
+        if not why:  # what nothing can begin shows at the first mask
+            first = matcher.deep_copy()
+            try:
+                why = None if any(first.compute_bitmask()) and not first.is_error() else "no answer keeps to it"
+            except ValueError as error:
+                why = f"no answer keeps to it: {str(error).partition(chr(10))[0]}"
+        if why:
+            why = " ".join(why.split())
+            why = (why if kind == "lark" else why.partition(" 1 | start: ")[0])[:600]
+            raise ValueError(f"{what} cannot be followed ({why}): correct it, or leave out what is not known here")
         return matcher
 
     @cached_property
@@ -87,6 +97,17 @@ class Grammars:
             raise ValueError(INSTALL) from None
         except Exception as error:  # the binding raises several kinds
             raise ValueError(f"this model's tokenizer cannot follow a grammar: {error}") from error
+
+
+def _schema(text: str) -> str:
+    try:
+        found = json.loads(text)
+        why = None if isinstance(found, dict) else f"but {text[:40]}"
+    except (ValueError, RecursionError) as error:
+        why = f"({error})"
+    if why is not None:
+        raise ValueError(f"this json_schema is no JSON object {why}: send one, less deep if need be")
+    return json.dumps({"x-guidance": JSON_SPACE} | found)
 
 
 def choices(text: str) -> list[str]:

@@ -46,9 +46,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         gib = lambda n: f"{n / 2**30:.2f} GiB"  # noqa: E731
+        parts = {"weights": self.weights, "workspace": self.workspace, "graphs": self.graphs}  # 0: not measured on a CPU
         return (
-            f"weights {gib(self.weights)}, workspace {gib(self.workspace)}, graphs {gib(self.graphs)}, "
-            f"KV cache {gib(self.kv)} = {self.num_tokens} tokens in {self.num_blocks} blocks of {self.block_size}, "
+            "".join(f"{name} {gib(size)}, " for name, size in parts.items() if size)
+            + f"KV cache {gib(self.kv)} = {self.num_tokens} tokens in {self.num_blocks} blocks of {self.block_size}, "
             f"{self.bytes_per_token} bytes per token"
         )
 

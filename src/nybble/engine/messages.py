@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1"),
             ("min_p", 0.0 <= self.min_p < 1.0, "0 up to, not including, 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0, up to 10"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 10.0, "1e-6 to 10"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),

@@ -33,7 +33,7 @@ def load(config: ProcessConfig) -> Engine:
 
     engine = open_engine(config.model, config.device, config.engine)
     engine.grammars.prepare()
-    log.info("%s on %s: %s", engine.config.model_name, config.device, engine.runner.memory)
+    log.info("%s on %s: %s", engine.config.model_name, engine.runner.device, engine.runner.memory)
     return engine
 
 

@@ -75,16 +75,6 @@ def library(*defines: str) -> ctypes.CDLL | None:
     return loaded
 
 
-def build_report() -> dict[str, str]:
-    """What the kernels were built with: compiler, cached file, instruction set."""
-    loaded = library()
-    return {
-        "compiler": _compiler() or "none found",
-        "library": "none" if loaded is None else loaded._name,
-        "instructions": "none" if loaded is None else loaded.nybble_instructions().decode(),
-    }
-
-
 def _compiler() -> str | None:
     named = (os.environ.get("CC", ""), "gcc", "cc", "clang")
     return next((found for name in named if name and (found := shutil.which(name))), None)

@@ -1,8 +1,8 @@
 """Attention of a step of generated tokens on Hopper (sm_90a), in CUDA (`decode_sm90.cu`): from the projection to the rows of
 the linear that follows, rotary embedding, the cache's new token and quantization included.
 
-Not portable, and for heads of 128 channels, int8 and int4 caches and contexts of few splits: all else is `attention_triton`'s,
-whose bits these are. This file looks whether the kernel fits, cuts the work and launches.
+Not portable, and for heads of 128 channels, int8 caches and contexts of few splits: all else is `attention_triton`'s, whose
+bits these are. This file looks whether the kernel fits, cuts the work and launches.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nybble.kernels.types import LayerKV, Rows, Step
 OUT = {torch.bfloat16: 0, torch.float16: 1}
 DIM, TILE_BYTES = 128, 4096
 TILES = {"int8": attention_triton.decode_tiles(DIM, 8), "int4": attention_triton.decode_tiles(DIM, 4)}
+SAME_BITS = ("int8",)  # int4 runs, but no GPU has compared its bits since its sums changed order; mixed steps take Triton
 MOST_PARTIAL_BYTES = 32768  # of a (row, KV head)'s partial sums
 MOST_ROWS = 4096
 MOST_PAIRS = 1024  # more (row, KV head) pairs read faster as single warps of `attention_triton`...
@@ -89,7 +90,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
 def fits(x: Tensor, heads: int, kv: LayerKV, step: Step, rotary: int, window: int) -> bool:
     """x: projections, `heads` of them queries."""
-    if x.dtype not in OUT or kv.name not in TILES or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
+    if x.dtype not in OUT or kv.name not in SAME_BITS or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
         return False
     _, kv_heads, block_size, width = kv.v.shape
     tiles, group = TILES[kv.name], heads // kv_heads
@@ -105,7 +106,7 @@ def fits(x: Tensor, heads: int, kv: LayerKV, step: Step, rotary: int, window: in
 def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: Tensor, quantize: bool,
         shape: Shape | None = None) -> Tensor | Rows:
     """x: projections [T, (heads + 2 kv_heads) * DIM], whose K and V are written -> [T, heads, DIM] in x's dtype, or its int8
-    rows. Only what `fits`."""
+    rows. Only what `fits`, or int4."""
     rows, device = step.num_decode, x.device
     _, kv_heads, block_size, _ = kv.v.shape
     shape = shape or shape_for(kv.name, rows * kv_heads, nvrtc.processors(device.index))

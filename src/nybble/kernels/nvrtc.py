@@ -147,9 +147,12 @@ def compile_ahead(wanted: Iterable[tuple[str, Mapping[str, int]]]) -> None:
 
     def compile_apart(source: str, options: list[str], path: Path, done: threading.Event) -> None:
         job = {"library": compiler()._name, "source": source, "options": options, "path": str(path)}
-        with places, suppress(OSError):  # isolated, or the folder's `types` would hide Python's
-            subprocess.run([sys.executable, "-IS", compile_cuda.__file__], input=json.dumps(job).encode(), capture_output=True)
-        done.set()
+        try:
+            with places, suppress(OSError):  # isolated, or the folder's `types` would hide Python's
+                command = [sys.executable, "-IS", compile_cuda.__file__]
+                subprocess.run(command, input=json.dumps(job).encode(), capture_output=True)
+        finally:  # somebody may wait for it
+            done.set()
 
     for source, defines in wanted:
         options, path = _place(source, defines)

@@ -112,11 +112,12 @@ def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Row
     return _run(SILU, gate_up.contiguous(), width, hadamard)
 
 
-def silu_mul_part(gate_up: Tensor, hadamard: int, largest: Callable[[Tensor], Tensor]) -> Rows | None:
-    """This rank's columns of `silu_mul`'s int8 rows, whose parts several ranks have: the bits and scales of the whole rows.
-    largest: float32 [M] magnitudes of the part -> those of the rows. None where this does not fit."""
+def silu_mul_part(gate_up: Tensor, hadamard: int, largest: Callable[[Tensor], Tensor], ranks: int = 1) -> Rows | None:
+    """This rank's columns of `silu_mul`'s int8 rows, whose parts so many ranks have: the bits and scales of the whole rows.
+    largest: float32 [M] magnitudes of the part -> those of the rows. None where either does not fit here."""
     width = gate_up.shape[1] // 2
-    if width % max(1, hadamard) or hadamard & (hadamard - 1) or not fits(SILU, gate_up, width, hadamard):
+    here = all(fits(SILU, gate_up, each, hadamard) for each in (width, width * ranks))
+    if width % max(1, hadamard) or hadamard & (hadamard - 1) or not here:
         return None
     gate_up = gate_up.contiguous()
     most = largest(_run(SILU, gate_up, width, hadamard, share=1).scale)

@@ -43,11 +43,6 @@ class ModelConfig:
     twins: int = 1  # ranks that have the same KV heads, each for queries of its own
     hadamard: int = 0  # channels of down_proj's input that are turned together at run time; checkpoint's, not config.json's
 
-    @property
-    def sliding_window(self) -> int:
-        """Tokens of context that no layer looks beyond; 0 when some layer sees all."""
-        return 0 if 0 in self.windows else max(self.windows)
-
 
 # Keys that may be there with a value that means "not used"; any other value would change the numbers.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

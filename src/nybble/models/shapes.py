@@ -59,8 +59,8 @@ def dummy_model(
     if not isinstance(config, ModelConfig):
         config = shape(config) if isinstance(config, str) else read_config(config)
     names = scheme.split("+") if isinstance(scheme, str) else []
-    if not set(names) <= set(SCHEMES):
-        raise ValueError(f"no scheme {scheme!r}; there are {', '.join(SCHEMES)}")
+    if not set(names) <= set(SCHEMES) or names[1:] not in ([], ["w8a8"]):
+        raise ValueError(f"no scheme {scheme!r}; there are {', '.join(SCHEMES)}, and each with +w8a8 for W8A8 logits")
     scheme, head = [SCHEMES[name] for name in [*names, "16bit"][:2]] if isinstance(scheme, str) else (scheme, None)
     device = torch.device(device)
     dtype = dtype or default_dtype(config, device)

@@ -29,7 +29,7 @@ class Mlp:
         ranks, own = self.gate_up.outputs, self.gate_up.own(x, observe)
         if quantize and ranks.size > 1 and len(own) > FEW_ROWS and self.ops.silu_mul_part is not None:
             largest = lambda most: ranks.columns(most[None]).view(ranks.size, -1).amax(0)  # noqa: E731
-            part = self.ops.silu_mul_part(own, self.hadamard, largest)
+            part = self.ops.silu_mul_part(own, self.hadamard, largest, ranks.size)
             if part is not None:
                 return Rows(ranks.columns(part.codes), part.scale)
         return self.ops.silu_mul(ranks.columns(own, 2), quantize, self.hadamard)

@@ -143,7 +143,7 @@ def learn_scales(layer: Layer, inputs: Sequence[Tensor], wanted: Sequence[Tensor
         with torch.no_grad():
             first = float(loss(judge))
         adam = torch.optim.Adam(model.learned, lr=rate, betas=(0.9, 0.95), foreach=False)
-        order = torch.cat([torch.randperm(max(judge, 1), generator=torch.Generator().manual_seed(seed + p))
+        order = torch.cat([torch.randperm(judge, generator=torch.Generator().manual_seed(seed + p))
                            for p in range(passes)]).tolist()
         with torch.enable_grad():
             for step, i in enumerate(order):

@@ -114,6 +114,9 @@ def quantize_checkpoint(
         tokens = take_windows(load_tokenizer(path).encode(text, add_special=False), recipe.samples, recipe.sequence_length)
         recipe = replace(recipe, calibration="shipped" if calibration is None else Path(calibration).name,
                          text_hash=hash_text(text))
+        if recipe.learn_scales and len(tokens) < 2:
+            raise ValueError(f"learn_scales = {recipe.learn_scales}: wants 2 calibration sequences or more, one to judge by "
+                             f"what was learned from the rest; samples = {recipe.samples} on this text gives {len(tokens)}")
         if len(tokens) < recipe.samples:
             notes.append(f"the calibration text gave {len(tokens)} sequences of the {recipe.samples} asked for")
     source: Source = checkpoint
@@ -150,6 +153,9 @@ def quantize_checkpoint(
                          "from 16 bits if you can")
         write_checkpoint(out, dict(source.config), run.tensors(schemes), schemes, kv, checkpoint, recipe.to_dict(),
                          hadamard=config.hadamard)
+        if unlearned := saved.noted("unlearned"):
+            layers = ", ".join(map(str, sorted(set(unlearned))))  # type: ignore[call-overload]
+            notes.append(f"what was learned for the scales of layers {layers} was worse on the sequence held out: left out")
         saved.remove()
     finally:
         saved.close()
@@ -323,6 +329,8 @@ class _Run:
                 learned = learn_scales(layer, [one for chunk in before for one in chunk.split(stream.length)],
                                        [one for chunk in reference.hidden for one in chunk.split(stream.length)],
                                        self.recipe.learn_scales, self.recipe.seed, stored)
+                if not learned.weights:
+                    self.saved.note("unlearned", [*(self.saved.noted("unlearned") or ()), index])  # type: ignore[misc]
                 done |= {name: replace(done[name], weight=weight) for name, weight in learned.weights.items()}
                 changed |= {f"{at}{norm}.weight": value for norm, value in zip(NORMS, learned.norms)}
                 stream.hidden = [learned.layer.run(x, kv, step) for x, (step, kv) in zip(before, stream.steps())]

@@ -42,6 +42,7 @@ FORMATS = {
 OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # of formats that share a phrase with the above
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 AROUND = re.compile(rf"(?:{'|'.join(map(re.escape, TAGS))}|[\s\[\],;])*")  # what may stand before, between and after calls
+OBJECT = {"type": "object"}  # which parameters need not say
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Tools:
         for i, one in enumerate(functions):
             before = f'{{"name": {json.dumps(one.name)}, "{form.key}": '
             rules += [f'call{i}: {json.dumps(before)} json{i} "}}"',
-                      f"json{i}: %json {json.dumps({'x-guidance': JSON_SPACE} | (one.parameters or NO_ARGUMENTS))}"]
+                      f"json{i}: %json {json.dumps({'x-guidance': JSON_SPACE} | (one.parameters or NO_ARGUMENTS) | OBJECT)}"]
         return Grammar("lark", "\n".join(rules), "tools")
 
 
@@ -100,6 +101,10 @@ def tools_of(body: ChatRequest, tokenizer: Tokenizer) -> Tools | None:
         raise RequestError(400, f"tools: two of them have one name ({', '.join(names)}): rename one", param="tools")
     if not names or choice == "none":
         return None
+    for i, one in enumerate(functions):
+        if (kind := (one.parameters or OBJECT).get("type", "object")) != "object":
+            raise RequestError(400, f"tools[{i}].function.parameters: arguments are an object, this says type {kind!r}: "
+                               'send "object"', param=f"tools[{i}].function.parameters")
     if isinstance(choice, Tool) and choice.function.name not in names:
         raise RequestError(400, f"tool_choice: there is no tool {choice.function.name!r} among {', '.join(names)}",
                            param="tool_choice")
@@ -156,11 +161,15 @@ def _call(text: str, key: str) -> tuple[dict | None, int]:
         return None, 0
     try:
         found, end = json.JSONDecoder().raw_decode(text)
-        arguments = found.get(key, found.get("parameters" if key == "arguments" else "arguments"))
-        written = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError):
         return None, 0
+    arguments = found.get(key, found.get("parameters" if key == "arguments" else "arguments"))
     if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
+        return None, end
+    try:  # Python reads more than JSON may say: NaN, 1e999, half of a surrogate pair
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (found["name"] + written).encode()
+    except (ValueError, RecursionError):
         return None, end
     # Mistral's templates want ids of nine letters and digits; the others take any.
     return {"id": uuid4().hex[:9], "type": "function", "function": {"name": found["name"], "arguments": written}}, end
