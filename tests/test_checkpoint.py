@@ -411,6 +411,7 @@ def test_written_checkpoints_read_back_and_load_in_transformers(tmp_path, kind, 
     model.save_pretrained(tmp_path / "in")
     made = quantize_model(tmp_path / "in", tmp_path / "out", kind)
     ours = open_checkpoint(tmp_path / "out")
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1  # whoever reads one reads all
     assert ours.kv == "int8"
     assert sorted(ours.names()) == sorted(model.state_dict())
     tails = schemes_for(kind)
