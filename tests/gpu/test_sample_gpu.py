@@ -115,5 +115,5 @@ def test_the_start_up_test_trusts_the_kernel() -> None:
     logits = torch.randn(3, 700, device="cuda")
     if (reason := sample_hopper.refusal(logits)) is not None:
         pytest.skip(reason)
-    assert _kernel_failure(logits.device) is None
+    assert _kernel_failure(logits.device, 700) is None
     assert torch.equal(sample(logits, draws_of(3, 0.9, 50, 0.95), None).cpu(), on_cpu(logits, draws_of(3, 0.9, 50, 0.95)))

@@ -84,7 +84,7 @@ def sample(logits: Tensor, draws: Draws, counts: Counts | None) -> Tensor:
         bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1).flatten(1)
         masked = logits[rows].masked_fill(bits[:, : logits.shape[1]] == 0, float("-inf"))
         logits = logits.index_copy(0, rows, masked)
-    if draws.any_random and sample_hopper.refusal(logits) is None and _kernel_failure(logits.device) is None:
+    if draws.any_random and sample_hopper.refusal(logits) is None and _kernel_failure(logits.device, logits.shape[1]) is None:
         return _in_one_kernel(logits, draws)
     tokens = greedy(logits)
     if not draws.any_random:
@@ -97,13 +97,15 @@ def _in_one_kernel(logits: Tensor, draws: Draws) -> Tensor:
 
 
 @cache
-def _kernel_failure(device: torch.device) -> str | None:
-    """Why the kernel is not to be trusted with random draws, None when it is: a few rows by it and by what it stands for."""
+def _kernel_failure(device: torch.device, vocab_size: int) -> str | None:
+    """Why the kernel is not to be trusted with random draws, None when it is: a few rows by it and by what it stands for. After
+    this none is compiled any more. The engine's largest step at start asks first."""
     rows = torch.arange(8, device=device)
     logits = torch.randn(8, 500, device=device, generator=torch.Generator(device).manual_seed(0))
     part, keys = rows / 8, torch.stack((rows * 77, rows * 1234567), 1)
     draws = Draws(rows, 0.5 + part, rows * 9, 1 - part / 2, part / 9, part, part, part, keys, True, True, None, None)
     try:
+        sample_hopper.prepare(vocab_size, device)
         differ = int((_in_one_kernel(logits, draws) != _drawn(logits, greedy(logits), draws)).sum())
         reason = f"{differ} of 8 tokens differ from those of the torch operations" if differ else None
     except Exception as error:

@@ -241,10 +241,8 @@ def kernel(tile: Tile, mode: int, out: int, device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def compile_ahead(n: int, k: int, mode: int, out: int, count: int) -> None:
-    """Start on the kernels that batches of every usual size will want; of a small weight those that its start-up test will."""
-    usual = (*range(1, 65), *range(80, 513, 16), *range(640, 2049, 128), 4096, 8192)
-    tokens = usual if n * k >= 1 << 24 else (1, 40, 100, 300)
-    nvrtc.compile_ahead(source_and_defines(tile, mode, out) for tile in {tile_for(m, n, k, count) for m in tokens})
+    tiles = {tile_for(m, n, k, count) for m in nvrtc.usual_batches(n, k)}
+    nvrtc.compile_ahead(source_and_defines(tile, mode, out) for tile in tiles)
 
 
 def whole_waves(tiles: int, clusters: int) -> int:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
 from nybble.kernels import linear_triton, nvrtc
-from nybble.kernels.linear_hopper_w8 import usual_batches
 from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
@@ -255,7 +254,7 @@ def kernel(tile: Tile, shares: int, group: int, zero: int, dtype: torch.dtype, d
 
 @functools.cache
 def compile_ahead(n: int, k: int, shares: int, group: int, zero: int, dtype: torch.dtype, count: int) -> None:
-    tiles = {launch.tile for m in usual_batches(n, k) for launch in plan(m, n, k, shares, count)}
+    tiles = {launch.tile for m in nvrtc.usual_batches(n, k) for launch in plan(m, n, k, shares, count)}
     nvrtc.compile_ahead(source_and_defines(tile, shares, group, zero, dtype) for tile in tiles)
 
 

@@ -252,14 +252,9 @@ def fitted(tile: Tile, n: int, dtype: torch.dtype) -> Tile:
     return tile._replace(staged=tile.staged and n % 8 == 0 and dtype != torch.float32)
 
 
-def usual_batches(n: int, k: int) -> tuple[int, ...]:
-    """The sizes whose kernels a weight [n, k] will want; a small one, those of its start-up test."""
-    return (*range(1, 65), *range(80, 513, 16), *range(640, 2049, 128), 4096, 8192) if n * k >= 1 << 24 else (1, 40, 100, 300)
-
-
 @functools.cache
 def compile_ahead(kind: int, n: int, k: int, dtype: torch.dtype, count: int) -> None:
-    tiles = {fitted(launch.tile, n, dtype) for m in usual_batches(n, k) for launch in plan(kind, m, n, count)}
+    tiles = {fitted(launch.tile, n, dtype) for m in nvrtc.usual_batches(n, k) for launch in plan(kind, m, n, count)}
     nvrtc.compile_ahead(source_and_defines(tile, kind, OUT[dtype]) for tile in tiles)
 
 

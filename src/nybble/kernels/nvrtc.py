@@ -25,6 +25,7 @@ from nybble.kernels import compile_cuda
 
 ARCHITECTURE = "sm_90a"
 BLOCK = 128  # input channels of a step of every GEMM here
+LONGEST_COMPILE_S = 120.0  # of another process; after that `machine_code` tries itself
 PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
 SHARED_BYTES_ATTRIBUTE, CLUSTER_ATTRIBUTE, OVERLAP_ATTRIBUTE = 8, 4, 6  # of CUfunction_attribute, CUlaunchAttributeID
 
@@ -140,6 +141,11 @@ def _ahead() -> tuple[dict[Path, threading.Event], threading.Semaphore]:
     return {}, threading.Semaphore(max(1, (os.cpu_count() or 2) - 1))
 
 
+def usual_batches(n: int, k: int) -> tuple[int, ...]:
+    """Tokens whose kernels a weight [n, k] will want; of a small one, those of its start-up test."""
+    return (*range(1, 65), *range(80, 513, 16), *range(640, 2049, 128), 4096, 8192) if n * k >= 1 << 24 else (1, 40, 100, 300)
+
+
 def compile_ahead(wanted: Iterable[tuple[str, Mapping[str, int]]]) -> None:
     """Start compiling each (source, defines) that is not kept yet, in processes of their own, and return. `machine_code` waits
     for one that it is asked for meanwhile, and compiles it itself where that came to nothing."""
@@ -148,9 +154,10 @@ def compile_ahead(wanted: Iterable[tuple[str, Mapping[str, int]]]) -> None:
     def compile_apart(source: str, options: list[str], path: Path, done: threading.Event) -> None:
         job = {"library": compiler()._name, "source": source, "options": options, "path": str(path)}
         try:
-            with places, suppress(OSError):  # isolated, or the folder's `types` would hide Python's
+            with places, suppress(OSError, subprocess.SubprocessError):
+                # isolated, or the folder's `types` would hide Python's
                 command = [sys.executable, "-IS", compile_cuda.__file__]
-                subprocess.run(command, input=json.dumps(job).encode(), capture_output=True)
+                subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, timeout=LONGEST_COMPILE_S)
         finally:  # somebody may wait for it
             done.set()
 

@@ -47,6 +47,14 @@ def kernel(width: int, cluster: int, device: int) -> ctypes.c_void_p:
     return nvrtc.load(code, "draw", 4 * THREADS * _logits(width, cluster), device)
 
 
+def prepare(width: int, device: torch.device) -> None:
+    """Compile and load what any number of rows takes, so that no request waits for it."""
+    clusters = sorted({cluster_for(rows, width) for rows in (1, 5, 33)})
+    nvrtc.compile_ahead(source_and_defines(width, cluster) for cluster in clusters)
+    for cluster in clusters:
+        kernel(width, cluster, device.index)
+
+
 def refusal(logits: Tensor) -> str | None:
     """Why these logits are not for the kernel, or None."""
     if logits.dtype != torch.float32 or not 0 < logits.shape[1] <= MOST_TOKENS:
