@@ -85,7 +85,7 @@ def random_qtensor(spec: Spec, shape: tuple[int, int], generator: torch.Generato
         codes = torch.randint(low, high + 1, shape, dtype=whole, device=device, generator=generator)
         spread = (high - low + 1) / math.sqrt(12.0)
     spec = spec.with_group(fit_group(spec.group, k))
-    tiles = (n, 1 if spec.group is None else k // spec.group)
+    tiles = (1 if spec.tile[0] is None else -(-n // spec.tile[0]), 1 if spec.group is None else k // spec.group)
     value = 1.0 / (spread * math.sqrt(k))
     scale = torch.rand(tiles, device=device, generator=generator) + 0.5
     if spec.over is not None:  # an integer grid: int4 codes times scales below 127 / 8
