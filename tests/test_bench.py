@@ -16,16 +16,18 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny
 
-from nybble.bench import offline, serving
+from nybble.bench import kernels, offline, serving
 from nybble.bench.plot import HEIGHT, Chart, Point, chart_svg, roofline_svg
 from nybble.bench.serving import Load, Run, arrivals, read_sizes, summarize, table
 from nybble.bench.spawn import dummy_engine, made_up_tokenizer
+from nybble.bench.timing import Timing
 from nybble.bench.wire import Exchange, Outcome, Target
 from nybble.cli import app
 from nybble.text import load_tokenizer
@@ -72,11 +74,12 @@ def feed(pieces: list[tuple[float, bytes]]) -> tuple[Exchange, Outcome]:
     """An exchange that received each piece at its time."""
     times = iter([at for at, _ in pieces])
     request = Target("http://x").request("POST", "/v1/completions")
-    exchange, outcome = Exchange(request, clock=lambda: next(times)), Outcome(8)
+    outcome = Outcome(8)
+    exchange = Exchange(request, outcome, clock=lambda: next(times))
     exchange.transport = Wire()
     for _, data in pieces:
         exchange.data_received(data)
-    exchange.close_record(outcome)
+    exchange.close()
     return exchange, outcome
 
 
@@ -451,6 +454,43 @@ def test_random_weights_and_a_made_up_tokenizer(tmp_path, monkeypatch):
     words = [tokenizer.decode([i]) for i in range(256, 1000)]
     assert len(set(words)) == 744
     assert all(word[0] == " " and word[1:].isalpha() for word in words)
+
+
+def test_floors_of_linears_by_hand():
+    """5120 x 5120: half a byte a weight, two for each group of 128; inputs of one byte or two, outputs of two."""
+    weights, tokens = 5120 * 5120, 16 * 5120
+    assert kernels.floor_us("w4a8", 5120, 5120, 16) == pytest.approx((weights / 2 + 3 * tokens) / 4.3e6)
+    assert kernels.floor_us("w4a16_g128", 5120, 5120, 16) == pytest.approx((weights * (0.5 + 2 / 128) + 4 * tokens) / 4.3e6)
+    assert kernels.floor_us("torch bf16", 5120, 5120, 16) == pytest.approx((2 * weights + 4 * tokens) / 4.3e6)
+    assert kernels.floor_us("w4a8", 5120, 5120, 4096) == pytest.approx(2 * 4096 * weights / 1500e6)
+    assert kernels.floor_us("w4a16", 5120, 5120, 4096) == pytest.approx(2 * 4096 * weights / 790e6)
+
+
+def test_what_the_kernel_benchmark_writes(tmp_path, monkeypatch):
+    """Without a GPU: a kernel that fails its check is shown and not recorded, what raises does not hide the rest."""
+    layer = SimpleNamespace(name="fast"), None, [None]
+    calls = {"w4a8 | fast": [lambda: 0], "w8a8 | bad": [lambda: 0], "torch bf16": [lambda: 0]}
+    replaced = {
+        "_weights": lambda scheme, *_: [(scheme, *layer)], "humming_calls": lambda *_: 1 / 0,
+        "_calls": lambda *_: (dict(calls), {"w4a8 | fast": 1e-3, "w8a8 | bad": 0.5}, {"w8a8 | bad"}),
+        "_time_all": lambda calls, _: {name: Timing(20.0, 19.0, 0.1) for name in calls}}
+    for name, value in replaced.items():
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "toy")
+    monkeypatch.setattr("sys.argv", ["/bin/nybble", "bench", "kernels", "--tokens", "16"])
+    lines, out = [], tmp_path / "new" / "lines"
+    records = kernels.run(["w4a8"], tokens=[16], results=out, plot=tmp_path / "roof.svg", report=lines.append)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == records
+    assert [(r["layer"], r["scheme"], r["kernel"], r["N"], r["M"], r["us"]) for r in records] == [
+        (name, "w4a8", "fast", n, 16, 20.0) for name, n in (("qkv", 15360), ("o", 5120), ("gate_up", 27648), ("down", 5120))]
+    assert records[1]["share_of_floor"] == pytest.approx(13352960 / 4.3e6 / 20, abs=1e-3)
+    assert records[0]["peers"] == {"torch bf16": 20.0}
+    assert records[0]["command"] == "nybble bench kernels --tokens 16"
+    assert sum("ZeroDivisionError" in line for line in lines) == 4
+    assert "w8a8 | bad (wrong)" in lines[-1]
+    assert "80.0" in lines[-1]
+    hints = [circle[0].text for circle in ElementTree.parse(tmp_path / "roof.svg").iter("{http://www.w3.org/2000/svg}circle")]
+    assert [hint.partition(":")[0] for hint in hints] == ["qkv M=16", "o M=16", "gate_up M=16", "down M=16"]
 
 
 # ---- plots ---------------------------------------------------------------------------------------------------------

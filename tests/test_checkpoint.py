@@ -162,6 +162,14 @@ def test_tied_head_in_the_file(tmp_path):
     assert "lm_head.weight" not in checkpoint.unread()
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
     assert "lm_head.weight" in open_checkpoint(tmp_path).unread()
+    quantize_model(tmp_path, tmp_path / "out", "w4a16")  # a head in int32 words beside the embedding that it is tied to
+    head = {name.replace("model.layers.0.mlp.up_proj", "lm_head"): tensor
+            for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items() if name != "lm_head.weight"}
+    save_file(head, tmp_path / "out" / "model.safetensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert "lm_head.weight" in open_checkpoint(tmp_path / "out").unread()
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
@@ -296,9 +304,13 @@ def test_gguf_rope_scalings(tmp_path):
     path = write_gguf(tmp_path / "l.gguf", model, add_rope_scaling_type=[kind.LINEAR], add_rope_scaling_factor=[2.0])
     assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     path = write_gguf(tmp_path / "y.gguf", model, add_rope_scaling_type=[kind.YARN], add_rope_scaling_factor=[4.0],
-                      add_rope_scaling_orig_ctx_len=[16])
-    assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0,
+                      add_rope_scaling_orig_ctx_len=[16], add_rope_scaling_yarn_beta_fast=[24.0])
+    assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "beta_fast": 24.0,
                                                             "original_max_position_embeddings": 16}
+    for kind_without_factor in (kind.LINEAR, kind.YARN):
+        path = write_gguf(tmp_path / "n.gguf", model, add_rope_scaling_type=[kind_without_factor])
+        with pytest.raises(ValueError, match=r"lacks rope\.scaling\.factor"):
+            open_checkpoint(path)
     path = write_gguf(tmp_path / "r.gguf", model, add_rope_scaling_type=[kind.LONGROPE])
     with pytest.raises(ValueError, match="longrope"):
         open_checkpoint(path)
@@ -317,6 +329,10 @@ def test_gguf_refusals(tmp_path):
         open_checkpoint(write_gguf(tmp_path / "e.gguf", model, add_expert_count=[8]))
     with pytest.raises(ValueError, match="blk.0.ssm"):
         open_checkpoint(write_gguf(tmp_path / "s.gguf", model, extra={"blk.0.ssm.weight": np.zeros(4, np.float32)}))
+    with pytest.raises(ValueError, match=r"llama.attn_logit_softcapping = 50.0 may change the numbers"):
+        open_checkpoint(write_gguf(tmp_path / "c.gguf", model, add_attn_logit_softcapping=[50.0]))
+    with pytest.raises(ValueError, match=r"is not what llama\.cpp writes"):
+        open_checkpoint(write_gguf(tmp_path / "h.gguf", model, add_head_count=[[4, 4]]))
     with pytest.raises(ValueError, match="RoPE narrower"):
         open_checkpoint(write_gguf(tmp_path / "p.gguf", model, add_rope_dimension_count=[8]))
     with pytest.raises(FileNotFoundError):
@@ -567,6 +583,8 @@ def test_ignored_modules_keep_their_tensors():
         "num_bits": 8, "type": "float", "strategy": "tensor"}}}, "format": "float-quantized"}, "no a.input"),
     ({"config_groups": {"g": {"targets": ["Linear"], "input_activations": {"num_bits": 8, "type": "float"}}}}, "weights None"),
     ({"config_groups": {"g": group(["Linear"], num_bits=3)}}, "beyond 3 bits"),
+    ({"config_groups": {"g": group(["Linear"], type="fp")}}, "4-bit fp weights are not supported"),
+    ({"config_groups": {"g": group(["Linear"], strategy="group")}}, "group_size = None; wants how many"),
 ])
 def test_compressed_refusals(change, says):
     block = {"format": "int-quantized", "config_groups": {"g": group(["Linear"])}} | change
@@ -656,13 +674,13 @@ def test_sharded_output(plain, tmp_path):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.tensor([[1]])).logits.shape == (1, 1, 80)
 
 
-def test_scales_must_fit_the_dtype(tmp_path):
+def test_scales_that_the_dtype_cannot_hold_are_written_in_float32(tmp_path):
     source = open_checkpoint(_saved(tmp_path / "in", dtype=torch.bfloat16))
     name = "model.layers.0.mlp.up_proj.weight"
     value = quantized(source.get(name).float(), Spec(INT4, (1, 32)), torch.float32)
-    with pytest.raises(ValueError, match="rounding its scales"):
-        write_checkpoint(tmp_path / "out", source.config, [(name, value)], {}, None, source, {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+    write_checkpoint(tmp_path / "out", source.config, [(name, value)], {}, None, source, {})
+    assert not torch.equal(value.scale.bfloat16().float(), value.scale)
+    assert same(open_checkpoint(tmp_path / "out").get(name), value)
 
 
 def test_what_cannot_be_written(plain, tmp_path):
@@ -712,6 +730,14 @@ def test_fp8_kv_scales_round_trip(plain, tmp_path):
     assert (scheme.num_bits, scheme.type, scheme.symmetric, scheme.dynamic) == (8, "float", True, False)
     assert load_file(tmp_path / "out" / "model.safetensors")[scales[0][0]].shape == (1,)
     assert set(ours.names()) == set(source.names())
+
+
+def test_into_the_directory_one_is_in(plain, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    quantize_model(plain, Path("."), "w8a8")
+    assert open_checkpoint(tmp_path / "out").scheme_name == "w8a8"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_text_is_carried_along(plain, tmp_path):

@@ -284,6 +284,16 @@ def test_awq_refusals(tmp_path, change, says):
         open_checkpoint(directory(tmp_path / "a", tensors, AWQ | change))
 
 
+@pytest.mark.parametrize(("version", "shape"), [("gemv", (16, 1)), ("gemv_fast", (1, 16))])
+def test_awq_padding_is_never_missing(tmp_path, version, shape):
+    """Scales of gemv and gemv_fast may have more columns than there are groups, not fewer."""
+    words = torch.zeros(16, 8, dtype=torch.int32) if version == "gemv" else torch.zeros(4, 64, dtype=torch.int16)
+    tensors = {f"{M}.qweight": words, f"{M}.qzeros": torch.zeros(shape, dtype=words.dtype),
+               f"{M}.scales": torch.ones(shape).half()}
+    with pytest.raises(ValueError, match=f"fits no AWQ {version} weight .16, 64. in groups of 32"):
+        open_checkpoint(directory(tmp_path / "a", tensors, AWQ | {"version": version}))
+
+
 # ---- GPTQ -----------------------------------------------------------------------------------------------------------
 
 
@@ -411,7 +421,7 @@ def test_fp8_scales(tmp_path, shape, quantization, act):
     scale = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
     tensors = {f"{M}.weight": weight, f"{M}.weight_scale": scale.bfloat16() if shape == (1,) else scale}
     if not act.dynamic:
-        with pytest.raises(ValueError, match="no input_scale"):
+        with pytest.raises(ValueError, match=r"no model\.layers\.0\.\S*input_scale"):
             open_checkpoint(directory(tmp_path / "f", tensors, quantization))
         tensors[f"{M}.input_scale"] = torch.tensor(0.25)
     checkpoint = open_checkpoint(directory(tmp_path / "f", tensors, quantization))

@@ -385,7 +385,7 @@ def test_loading_takes_what_stays_and_little_more(tmp_path, kind):
     ({"weight_zero_point": torch.zeros(0, dtype=torch.int32)}, "cannot be made of"),
     ({"weight_packed": torch.zeros(8, 8, dtype=torch.int64)}, "int64 .* is no matrix of int32 words"),
     ({"weight_packed": torch.zeros(64, dtype=torch.int32)}, r"weight_packed \[64\] is no matrix"),
-    ({"weight_g_idx": torch.full((64,), 2, dtype=torch.int32)}, "groups of input channels beyond 2"),
+    ({"weight_g_idx": torch.full((64,), 2, dtype=torch.int32)}, "does not name one of 2 groups for each of 64"),
     ({"weight_g_idx": torch.zeros(63, dtype=torch.int32)}, "cannot be made of"),
 ])
 def test_tensors_that_do_not_fit_together_are_named(tmp_path, change, says):

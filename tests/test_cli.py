@@ -50,6 +50,10 @@ print(sorted(m for m in ("torch", "triton", "transformers") if m in sys.modules)
         (("serve", "no/such/model"), "no/such/model"),
         (("serve", ".", "--port", "99999"), "65535"),
         (("bench", "offline", "llama-3-8b", "--dummy", "--device", "tpu"), "tpu"),
+        (("bench", "kernels", "--schemes", "w4a8,w3a8"), "--schemes w3a8: wants some of w4a8, w4a8_g128"),
+        *(((command, "Org/Model-1B"), "hub comes by `hf download Org/Model-1B --local-dir Model-1B`")
+          for command in ("chat", "serve", "explain")),
+        (("quantize", "Org/Model-1B", "-o", "no/such/out"), "`hf download Org/Model-1B"),
     ],
 )
 def test_a_bad_argument_is_one_line_that_names_it(arguments, expected):
@@ -78,6 +82,7 @@ def test_answers_go_to_standard_output_alone_and_a_closed_pipe_is_no_error(tmp_p
     assert chat.returncode == 0
     assert chat.stderr.count(b" 3 out") == 2
     assert b"longer than the context" in chat.stderr
+    assert b"tiny: 16bit, KV cache int8, 256 tokens of conversation, on " in chat.stderr
 
 
 def test_a_tensor_that_is_missing_is_one_line(tmp_path):

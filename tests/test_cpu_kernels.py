@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -126,13 +127,20 @@ def test_groups_out_of_order(build):
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
-def test_one_scale_for_the_whole_tensor(build):
-    spec = Spec(INT8, (None, None))
-    weight = QTensor(spec, torch.randint(-127, 128, (37, 64)).to(torch.int8), torch.tensor([[0.03]]))
-    rows = Rows(*quantize_rows(torch.randn(4, 64)))
+@pytest.mark.parametrize(("tile", "k"), [((None, None), 64), ((16, 32), 96), ((None, 32), 64), ((1, 32), 80), ((16, 32), 80),
+                                         ((1, 7), 50)])
+def test_tiles_of_several_rows_and_ragged_groups(build, tile, k):
+    """Of each kernel that accepts: what the C code refuses is the reference's."""
+    spec = Spec(INT8, tile)
+    sizes = [1 if t is None else -(-size // t) for t, size in zip(tile, (37, k))]
+    weight = QTensor(spec, torch.randint(-127, 128, (37, k)).to(torch.int8), torch.rand(*sizes) + 0.1)
+    rows, scheme = Rows(*quantize_rows(torch.randn(4, k))), Scheme("tiles", spec, PER_TOKEN_INT8)
     want = rows.codes.double() @ dequantize(weight, torch.float64).t() * rows.scale.double()[:, None]
-    torch.testing.assert_close(linear(build, weight, Scheme("tensor", spec, PER_TOKEN_INT8))(rows).double(), want,
-                               rtol=1e-5, atol=1e-4)
+    shape = LinearShape(scheme, 37, k, CPU, torch.float32)
+    accepted = [kernel for kernel in (*cpu.kernels(*build), *reference.KERNELS) if kernel.accepts(shape) is None]
+    assert len(accepted) == 1 + (k % (tile[1] or k) == 0)
+    for kernel in accepted:
+        torch.testing.assert_close(kernel.run(kernel.pack(weight, shape), rows).double(), want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["w4a8", "w4a8_g64", "w8a8"])
@@ -479,6 +487,24 @@ def test_callers_in_several_threads_share_the_workers(build):
     with ThreadPoolExecutor(4) as callers:
         for a, b in zip(callers.map(run, batches), want):
             assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_a_thread_that_ends_gives_its_memory_back(ops):
+    kv, tables = filled("int8", [900], 3, 16, 64, torch.Generator().manual_seed(0))
+    step, q = step_of([(0, 900)], tables, 16), torch.randn(900, 9, 64)
+
+    def grown_mib(threads: int) -> float:
+        resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20  # noqa: E731
+        before = resident()
+        for _ in range(threads):
+            thread = Thread(target=ops.attention, args=(q, kv, step, 0.1, 0))
+            thread.start()
+            thread.join()
+        return resident() - before
+
+    grown_mib(4)
+    assert grown_mib(60) < 6  # it was 15
 
 
 def test_a_forked_child_computes_too(build):

@@ -24,7 +24,7 @@ def asked(name: str, heads: int, kv_heads: int, dim: int = 128, block_size: int 
 
 @pytest.mark.parametrize(
     ("change", "fits"),
-    [({}, True), ({"name": "int4"}, False), ({"name": "bf16"}, False), ({"name": "fp8"}, False), ({"dim": 64}, False),
+    [({}, True), ({"name": "int4"}, True), ({"name": "bf16"}, False), ({"name": "fp8"}, False), ({"dim": 64}, False),
      ({"block_size": 16}, False), ({"block_size": 32}, True), ({"name": "int4", "block_size": 32}, False),
      ({"heads": 18}, False), ({"heads": 16}, True), ({"context": 400}, True), ({"context": 2048}, False),
      ({"context": 1024, "heads": 40, "kv_heads": 40}, True), ({"context": 1100, "heads": 40, "kv_heads": 40}, False)],
@@ -40,6 +40,9 @@ def test_windows_partial_rotation_and_other_types_do_not_fit() -> None:
     assert not decode_hopper.fits(x, heads, kv, step, 64, 0)
     assert not decode_hopper.fits(x.float(), heads, kv, step, 128, 0)
     assert not decode_hopper.fits(x, heads, kv, replace(step, num_decode=0), 128, 0)
+    many = replace(step, num_decode=4000)
+    assert not decode_hopper.fits(x, heads, kv, many, 128, 0)
+    assert decode_hopper.fits(x.view(1, -1, 128), heads, kv, many, 128, 0)  # queries alone
 
 
 def test_rows_that_see_each_others_keys_of_this_step_are_not_attended_at_once() -> None:
@@ -71,7 +74,7 @@ def test_programs_of_a_processor_have_room(name: str, pairs: int) -> None:
 def test_machine_code_spills_nothing_between_products(name: str, heads: int, group: int, pairs: int, quantize: bool,
                                                       tmp_path: Path) -> None:
     shape = decode_hopper.shape_for(name, pairs)
-    lines = assemble(*decode_hopper.source_and_defines(shape, name, heads, group, 64, quantize, 0), tmp_path)
+    lines = assemble(*decode_hopper.source_and_defines(shape, name, heads, group, 64, quantize, quantize, 0), tmp_path)
     products = [i for i, line in enumerate(lines) if re.match(r"(@\S+ )?HMMA", line)]
     assert len(products) == (64 if name == "int4" else 32)  # of a tile: codes times queries once, times weights once
     assert not [line for line in lines[products[0]:products[-1]] if SPILL.match(line)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check
 from scripted import BROKEN, CRASH, LOSE, VOCAB, ScriptedRunner, answer, small
 
 from nybble.bench import offline
@@ -59,7 +60,7 @@ def run(engine: Engine, answers: Answers | None = None, limit: int = 5000) -> An
     answers = answers or Answers()
     while engine.has_work:
         answers.add(engine.step())
-        engine.scheduler.check()
+        check(engine.scheduler)
         limit -= 1
         assert limit, "the engine does not come to an end"
     assert engine.info().free_blocks + engine.info().cached_blocks == engine.info().num_blocks
@@ -249,7 +250,7 @@ def test_a_request_gets_the_same_tokens_whatever_else_happens(
         wanted.update({(str(i), index): answer(prompt, count) for index in range(n)})
         for _ in range(rng.randint(0, 4)):
             answers.add(engine.step())
-            engine.scheduler.check()
+            check(engine.scheduler)
         if rng.random() < 0.1:
             aborted.add(str(i))
             engine.abort(str(i))
@@ -260,6 +261,31 @@ def test_a_request_gets_the_same_tokens_whatever_else_happens(
         assert got == tokens[: len(got)]
         assert answers.reasons[key] == "length" or key[0] in aborted
         assert len(got) == len(tokens) or answers.reasons[key] == "abort"
+
+
+def test_of_several_requests_the_longest_answers_start_first_and_nothing_else_changes() -> None:
+    prompts, lengths = [[i + 1] * 5 for i in range(7)], [3, 9, None, 9, 1, 12, 9]
+    submits = [Submit(str(i), prompt, greedy(max_tokens=length)) for i, (prompt, length) in enumerate(zip(prompts, lengths))]
+    engine = Engine(ScriptedRunner(max_context=24), small(max_batch=1, prefix_caching=False))
+    engine.submit(Submit("before", [1], greedy(max_tokens=1)), Submit("refused", [], greedy()))
+    engine.submit(*submits)
+    answers = run(engine)
+    ends = [delta.request_id for delta in answers.deltas if delta.finish_reason]
+    assert ends == ["before", "2", "5", "1", "3", "6", "0", "4"]  # equals in the order in which they came
+    assert list(answers.refused) == ["refused"]
+    for i, (prompt, length) in enumerate(zip(prompts, lengths)):
+        assert answers.tokens[str(i), 0] == answer(prompt, length or 19)
+
+
+def test_the_engines_own_seeds_follow_the_callers_order(model: Decoder) -> None:
+    def go(*lengths: int) -> list[int]:
+        engine = Engine(model, EngineConfig(kv="int8", num_blocks=32, seed=5))
+        drawn = [Submit(str(i), [5, 6, 7], greedy(temperature=20.0, max_tokens=n)) for i, n in enumerate(lengths)]
+        engine.submit(*drawn)
+        tokens = run(engine).tokens
+        return [tokens[str(i), 0][:2] for i in range(len(lengths))]
+
+    assert go(2, 9, 5) == go(9, 5, 2)
 
 
 def test_preempted_requests_continue_where_they_were() -> None:
@@ -558,8 +584,12 @@ def test_the_offline_benchmark_reports_what_it_did(model: Decoder, tmp_path: Pat
     assert 0 < line["ttft_p50"] < line["wall_s"]
     assert line["host_ms_step"] > 0
     assert line["gpu_busy"] is None
-    assert line["command"].endswith("--longest 64 --prefill-interval 2")
+    assert line["command"].endswith("--longest 64 --order longest --prefill-interval 2")
     assert json.loads((tmp_path / "lines").read_text()) == line
+    arrival = json.loads(offline.run("tiny", loaded=model, device="cpu", **options, order="arrival"))
+    assert (arrival["order"], arrival["in_tok"], arrival["out_tok"]) == ("arrival", 140, 70)
+    with pytest.raises(ValueError, match="order = 'shortest': wants longest or arrival"):
+        offline.run("tiny", loaded=model, device="cpu", **options, order="shortest")
 
 
 def test_the_offline_benchmark_gives_random_weights_the_positions_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -279,6 +280,40 @@ def test_the_process_does_not_outlive_its_parent(address: str) -> None:
     while time.monotonic() < end and _runs(child):
         time.sleep(0.1)
     assert not _runs(child)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Two ranks on this machine: rank 1 does what the text of its module says."""
+    from torch import device
+
+    from nybble.engine.ranks import Ranks
+
+    def start(text: str) -> Ranks:
+        (tmp_path / "rank_work.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return Ranks(2, device("cpu"), "rank_work:work")
+
+    return start
+
+
+def test_a_rank_that_dies_while_all_meet_is_not_waited_for(ranks: Callable) -> None:
+    leaves = "import os\nfrom nybble.engine import ranks\nranks.open_group = lambda *_: os._exit(3)\nwork = None\n"
+    with pytest.raises(RuntimeError, match="rank 1 ended: exit status 3"):
+        ranks(leaves)
+
+
+def test_closing_ends_a_stopped_rank_before_the_client_loses_patience(ranks: Callable) -> None:
+    from nybble.engine import client
+    from nybble.engine.ranks import CLOSE_S
+
+    both = ranks("def work(group, channel):\n    group.least(1)\n    channel.receive()\n")
+    assert both.group.least(2) == 1
+    (process,) = both._processes
+    process.send_signal(signal.SIGSTOP)
+    both.close()
+    assert process.returncode == -signal.SIGKILL
+    assert CLOSE_S < client.CLOSE_S
 
 
 def _runs(pid: int) -> bool:

@@ -26,7 +26,6 @@ from nybble.evals.likelihood import Subject, likelihoods, open_subject
 from nybble.evals.report import report, verdict
 from nybble.evals.tasks import marks, read_task, score_task
 from nybble.formats.qtensor import dequantize
-from nybble.models import load_model
 from nybble.quantize import Recipe, quantize_checkpoint
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -99,7 +98,7 @@ def test_perplexity_is_that_of_transformers(checkpoint: Path):
         window = ids[start : start + 64]
         losses.append(-sum(float(row[i]) for row, i in zip(run(window), window[1:])) / 63)
     shares: list[float] = []
-    found = perplexity(load_model(open_checkpoint(checkpoint), "cpu"), ids, 64, progress=lambda what, done: shares.append(done))
+    found = perplexity(open_subject(checkpoint, device="cpu"), ids, 64, progress=lambda what, done: shares.append(done))
     assert found.window_nll == pytest.approx(losses, rel=1e-5)
     assert found.ppl == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
     assert shares == [0, 0.25, 0.5, 0.75, 1.0]
@@ -109,23 +108,24 @@ def test_perplexity_is_that_of_transformers(checkpoint: Path):
 
 
 def test_kv_types_are_in_effect(checkpoint: Path, subject: Subject):
-    model, ids = subject.model, ids_of(checkpoint)
-    found = {kv: perplexity(model, ids, 64, kv).nll for kv in ("fp32", "int8", "int4")}
+    ids = ids_of(checkpoint)
+    subjects = {kv: open_subject(checkpoint, kv, "cpu") for kv in ("fp32", "int8", "int4")}
+    found = {kv: perplexity(one, ids, 64).nll for kv, one in subjects.items()}
     assert 0 < abs(found["int8"] - found["fp32"]) < 0.01
     assert abs(found["int8"] - found["fp32"]) < abs(found["int4"] - found["fp32"])
     pairs = [(ids[i : i + 40], ids[i + 40 : i + 50]) for i in range(0, 200, 20)]
-    scored = {kv: [nats for nats, _ in likelihoods(open_subject(checkpoint, kv, "cpu"), pairs)] for kv in found}
+    scored = {kv: [nats for nats, _ in likelihoods(one, pairs)] for kv, one in subjects.items()}
     error = {kv: sum(abs(a - b) for a, b in zip(scored[kv], scored["fp32"])) for kv in ("int8", "int4")}
     assert 0 < error["int8"] < error["int4"] / 2
 
 
 def test_short_texts_and_bad_windows(checkpoint: Path, subject: Subject):
-    model, ids = subject.model, ids_of(checkpoint)
-    assert perplexity(model, ids[:20], 64).window == 20
-    assert perplexity(model, ids, 4096).window == LIMIT
+    ids = ids_of(checkpoint)
+    assert perplexity(subject, ids[:20], 64).window == 20
+    assert perplexity(subject, ids, 4096).window == LIMIT
     for tokens, window, most in ((ids[:1], 8, None), (ids, 1, None), (ids, 8, 0)):
         with pytest.raises(ValueError, match="wants"):
-            perplexity(model, tokens, window, max_windows=most)
+            perplexity(subject, tokens, window, max_windows=most)
     with pytest.raises(FileNotFoundError):
         evaluate(checkpoint, [f"ppl:{checkpoint / 'nothing.txt'}"])
 
@@ -138,15 +138,15 @@ def test_divergence_is_that_of_the_logits(checkpoint: Path, tmp_path: Path, subj
         a, b = p(ids[start : start + 64])[:-1], q(ids[start : start + 64])[:-1]
         kl += (a.exp() * (a - b)).sum(-1).tolist()
         same += (a.argmax(-1) == b.argmax(-1)).tolist()
-    before = perplexity(subject.model, ids, 64, max_windows=2, keep=True)
-    found = perplexity(open_subject(other, "fp32", "cpu").model, ids, 64, max_windows=2, against=before.trace).divergence
+    before = perplexity(subject, ids, 64, max_windows=2, keep=True)
+    found = perplexity(open_subject(other, "fp32", "cpu"), ids, 64, max_windows=2, against=before.trace).divergence
     assert found is not None
     assert found.tokens == 126
     assert found.kl_mean == pytest.approx(sum(kl) / 126, rel=1e-4)
     assert found.kl_99 == pytest.approx(float(torch.tensor(kl).quantile(0.99)), rel=1e-4)
     assert found.top1_agreement == pytest.approx(sum(same) / 126)
     with pytest.raises(ValueError, match="same text and window"):
-        perplexity(subject.model, ids, 64, max_windows=3, against=before.trace)
+        perplexity(subject, ids, 64, max_windows=3, against=before.trace)
 
 
 @pytest.mark.parametrize("step_tokens", [10, 2048])
@@ -231,7 +231,7 @@ def test_rows_become_prompts(tmp_path: Path, task: str, file: str, row: dict, co
 
 
 def test_exams_show_solved_examples(tmp_path: Path):
-    for split, line in (("dev", 'One?,a,b,c,d,C\n'), ("test", '"Two, or?",e,f,g,h,A\n')):  # the original files: no header
+    for split, line in (("dev", 'One?,a,b,c,d,C\n'), ("test", '\n"Two, or?",e,f,g,h,A\n\n')):  # the original files: no header
         (tmp_path / "mmlu" / split).mkdir(parents=True)
         (tmp_path / "mmlu" / split / f"abstract_algebra_{split}.csv").write_text(line)
     [item] = read_task("mmlu", "", tmp_path, shots=5)
@@ -268,6 +268,22 @@ def test_the_window_used_is_named(checkpoint: Path, tmp_path: Path):
     (tmp_path / "short.txt").write_text("the cat sat on the mat")
     found = evaluate(checkpoint, [f"ppl:{tmp_path / 'short.txt'}"], window=64, device="cpu")
     assert found.to_dict()["tasks"][0]["note"] == "1 window of 6 tokens, not of 64: the text has no more"
+
+
+def test_texts_of_one_name_are_told_apart(checkpoint: Path, quantized: Path, tmp_path: Path):
+    """Each is compared with its own trace, and asking twice measures once."""
+    texts = [tmp_path / name / "text.txt" for name in ("a", "b")]
+    words = (checkpoint / "text.txt").read_text().split()
+    for text, some in zip(texts, (words[:64], words[64:128])):
+        text.parent.mkdir()
+        text.write_text(" ".join(some))
+    asked, options = [f"ppl:{text}" for text in texts], {"window": 64, "device": "cpu"}
+    before = evaluate(checkpoint, [*asked, f" {asked[0]}"], keep=True, **options)
+    assert [result.task for result in before.results] == asked
+    both = evaluate(quantized, asked, against=before, **options)
+    for task in asked:
+        alone = evaluate(checkpoint, [task], keep=True, **options)
+        assert both.divergences[task] == evaluate(quantized, [task], against=alone, **options).divergences["ppl:text.txt"]
 
 
 def test_bad_tasks_say_what_to_do(checkpoint: Path, tmp_path: Path):
@@ -318,13 +334,15 @@ def test_comparisons_pair_items(checkpoint: Path, quantized: Path):
 
     [delta] = deltas(made("a", 1, 0, 0), made("b", 1, 1, 0))
     assert (delta.before, delta.after, delta.change, delta.p) == pytest.approx((1 / 3, 2 / 3, 1 / 3, 1.0))
+    said = comparison(made("a", *[0] * 12), made("b", *[1] * 12))  # 2 / 2^12: not nothing
+    assert "<0.001" in said
     with pytest.raises(ValueError, match="do not pair up"):
         deltas(made("a", 1, 0), made("b", 1))
     tasks = [f"ppl:{checkpoint / 'text.txt'}"]
     before = evaluate(checkpoint, tasks, window=64, device="cpu", keep=True)
     after = evaluate(quantized, tasks, window=64, device="cpu", against=before)
     assert (before.kv, after.kv, after.scheme) == ("fp32", "int8", "w4a8_g32")
-    alone = perplexity(open_subject(quantized, device="cpu").model, ids_of(checkpoint), 64, "int8")
+    alone = perplexity(open_subject(quantized, "int8", "cpu"), ids_of(checkpoint), 64)
     assert after.results[0].scores["nll"] == alone.window_nll
     [delta] = deltas(before, after)
     assert delta.change == pytest.approx(math.log(delta.after / delta.before))
@@ -347,6 +365,8 @@ def test_the_harness_adapter(checkpoint: Path):
     best = int(run(ids[:6])[-1].argmax())
     [answer] = model.generate_until([ask(text(ids[:6]), {"until": ["\n\n"], "max_gen_toks": 1, "do_sample": False})])
     assert answer.strip() == ("" if best == 0 else WORDS[best])
+    long = model.generate_until([ask(text(ids[:90]), {"max_gen_toks": most}) for most in (64, LIMIT, 256)])
+    assert long[0] == long[1] == long[2] != ""  # never more than half of the context, which leaves room for the prompt
 
 
 def test_examine_lays_weights_side_by_side(checkpoint: Path, quantized: Path, tmp_path: Path):
@@ -396,7 +416,7 @@ def test_the_report_is_one_page(checkpoint: Path, quantized: Path):
     assert found.tags["rect"] == 2 * 7 + 2 * 7 + 2 * 4 + 2 * 2 * 2  # formats, errors, outliers, K and V of two heads
     assert found.tags["svg"] == 1 + 7 + 4 + 2
     assert "prefers" in page or "light-dark(" in page
-    alone = perplexity(open_subject(quantized, device="cpu").model, ids_of(checkpoint), 64, "int8")
+    alone = perplexity(open_subject(quantized, "int8", "cpu"), ids_of(checkpoint), 64)
     assert f"<b>{alone.ppl:.2f}</b>" in page
     assert content["model"]["tasks"][0]["metrics"]["perplexity"] == pytest.approx(alone.ppl)
     assert content["bits_per_weight"] == pytest.approx(4.5)
@@ -451,6 +471,14 @@ def test_commands(checkpoint: Path, quantized: Path, tmp_path: Path, capsys: pyt
     assert found["deltas"][0]["task"] == "ppl:text.txt"
     assert (found["model"]["model"], found["against"]["model"]) == (quantized.name, checkpoint.name)
     assert "95 % interval" in printed
+    arguments[2:4] = ["--window", 128, "--max-windows", 1]  # one window has no interval, and JSON no infinity
+    app([str(a) for a in ("eval", "--compare", checkpoint, quantized, *arguments)], result_action="return_value")
+
+    def refuse(number: str) -> None:
+        raise AssertionError(number)
+
+    [delta] = json.loads(out.read_text(), parse_constant=refuse)["deltas"]
+    assert (delta["items"], delta["low"], delta["high"]) == (1, None, None)
     page = tmp_path / "page.html"
     arguments = ["--text", checkpoint / "text.txt", "--device", "cpu", "-o", page]
     app([str(a) for a in ("report", quantized, *arguments)], result_action="return_value")
@@ -466,7 +494,18 @@ def test_the_adapter_is_one_of_the_harness(checkpoint: Path):
 def test_the_demo_compares(checkpoint: Path, tmp_path: Path):
     printed = run_demo(checkpoint, tmp_path / "demo", "cpu", lambda what, done: None)
     assert "14 linears at" in printed
-    assert re.search(r"ppl:sample.txt +perplexity +\d+\.\d+ +\d+\.\d+ +[+-]\d", printed)
+    before, after = map(float, re.search(r"ppl:sample.txt +perplexity +(\d+\.\d+) +(\d+\.\d+) +[+-]\d", printed).groups())
+    said = " ".join(printed.strip().splitlines()[-3:])
+    assert f"Perplexity went from {before:.2f} to {after:.2f}: " in said
+    grew, low, high = (float(text) for text in re.findall(r"([+-][\d.]+)%", said))
+    assert grew == pytest.approx(100 * (after / before - 1), abs=0.06)
+    assert low < grew < high
+    # 26 words, 64 wide: in 16 bits 68,416 values of 2 bytes; K and V of 2 layers and 2 heads of 16: 2 bytes each, or 1 and
+    # two numbers of 2 bytes a head.
+    size = sum(file.stat().st_size for file in (tmp_path / "demo").glob("*.safetensors"))
+    assert "from 0 MB in 16 bits to 0 MB, " in said
+    assert 2 * 68_416 / size == pytest.approx(float(re.search(r"MB, ([\d.]+) times", said)[1]), rel=0.2)
+    assert "from 0.2 to 0.2 KiB a token, 1.6 times. Worth it? " in said
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the task sets are not here")

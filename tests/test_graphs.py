@@ -14,13 +14,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nybble.engine import graphs
+from nybble.engine.batch import Stage
 from nybble.engine.config import EngineConfig
 from nybble.engine.core import Engine
 from nybble.engine.graphs import MixedGraphs, row_buckets, token_buckets, width_buckets
+from nybble.engine.kvcache import allocate
 from nybble.engine.messages import Delta, SamplingParams, Submit
-from nybble.kernels import cpu, reference, registry
+from nybble.engine.request import Request
+from nybble.engine.scheduler import Plan
+from nybble.kernels import attention_triton, cpu, reference, registry
 from nybble.kernels.types import LayerKV, Step
-from nybble.models import Decoder, dummy_model
+from nybble.models import Decoder, dummy_model, read_config
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -107,6 +111,64 @@ def test_mixed_steps_from_graphs_give_the_same_tokens(model: Decoder, monkeypatc
     runner._mixed.run = lambda step: replayed.append(len(step.token_ids)) or run(step)
     assert answers(recorded) == answers(plain)
     assert set(replayed) == {32, 64, 70}
+
+
+@pytest.mark.parametrize(("kv", "contexts"), [("int8", (300, 70, 5)), ("bf16", (3000, 70)), ("int4", (40,)), ("fp8", (900, 9))])
+def test_launches_repeated_for_a_layer_are_its_own(monkeypatch: pytest.MonkeyPatch, kv: str, contexts: tuple) -> None:
+    """Kernels that only take notes: Triton's launch of what `kernel[grid]` returned takes the same arguments, or addresses."""
+    notes: list[tuple] = []
+
+    class Notes:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple) -> Any:
+            return lambda *arguments, **options: notes.append((self.name, grid, arguments)) or self
+
+    for name in ("_decode", "_combine", "_gather", "_prompt"):
+        monkeypatch.setattr(attention_triton, name, Notes(name))
+    monkeypatch.setattr(attention_triton, "_SCRATCH_BYTES", 1 << 12)  # work in slices, whose tensors are parts of others
+    step = Stage(600, 8, 8, 4096, 16, torch.device("cpu")).pack(plan_of(contexts, 90)).step
+    layers = [allocate(read_config(SHAPE | {"num_hidden_layers": 1}), kv, 260, 16, "cpu")[0] for _ in range(3)]
+    queries = [torch.zeros(len(step.token_ids), 4, layers[0].v.shape[-1] * (2 if kv == "int4" else 1)) for _ in layers]
+    out, before = torch.empty_like(queries[0]), {}
+
+    def made(q: torch.Tensor, cache: LayerKV, *before: dict) -> list[tuple]:
+        notes.clear()
+        attention_triton.attention(q, cache, step, 0.1, 0, out, *before)
+        own = {t.data_ptr() for t in vars(step).values() if isinstance(t, torch.Tensor)}
+        spans = [(t.data_ptr(), t.nbytes) for t in (q, out, cache.k, cache.v, cache.k_params, cache.v_params) if t is not None]
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            at = x.data_ptr()
+            return at if at in own or any(first <= at < first + size for first, size in spans) else "scratch"
+
+        return [(name, grid, [plain(x) for x in arguments]) for name, grid, arguments in notes]
+
+    first = made(queries[0], layers[0], before)
+    assert first == made(queries[0], layers[0])
+    names = [name for name, _, _ in first]
+    assert {"_decode", "_gather", "_prompt"} <= set(names)
+    if len(contexts) == 2:  # long ones: in slices
+        assert names.count("_decode") == names.count("_combine") == 2
+    for q, cache in zip(queries[1:], layers[1:]):
+        repeated = made(q, cache, before)
+        assert repeated == made(q, cache)
+        assert repeated != first
+
+
+def plan_of(contexts: tuple[int, ...], prompt: int) -> Plan:
+    """Rows that generate at these contexts, and a prompt."""
+    requests, free = [], iter(range(260))
+    for slot, length in enumerate((*contexts, prompt)):
+        request = Request("", slot, [1] * length, SamplingParams(max_tokens=None), 4096, frozenset(), 0)
+        request.slot, request.admission, request.num_tokens = slot, 1, length + 1
+        request.blocks = [next(free) for _ in range(-(-length // 16))]
+        requests.append(request)
+    rows = len(contexts)
+    return Plan(requests, [n - 1 for n in contexts] + [0], [1] * rows + [prompt], rows, list(range(rows + 1)))
 
 
 def test_every_step_has_a_bucket() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import INT4, SCHEMES, Scheme, Spec
+from nybble.formats.spec import INT4, SCHEMES, UINT4, Scheme, Spec, scheme_of
 from nybble.kernels import reference
 from nybble.kernels.registry import LinearShape, choose
 
@@ -94,7 +94,7 @@ if INTERPRETING:
         packed = kernel.pack(weight, ask)
         exact = (x.codes.double() @ weight.codes.double().t()).float() * weight.scale.t() * x.scale[:, None]
         for split in (1, 2, 4):
-            out = kernel.run(linear_triton.with_tile(packed, Tile(64, 16, 128, split, 1, 4)), x)
+            out = kernel.run(replace(packed, tile=Tile(64, 16, 128, split, 1, 4)), x)
             assert torch.equal(out, exact)
         assert not packed.arrivals.any()
 
@@ -105,7 +105,7 @@ if INTERPRETING:
         x = reference.Rows(torch.full((40, k), 127, dtype=torch.int8), torch.ones(40))
         ask = LinearShape(SCHEMES["w4a8"], n, k, CPU, torch.float32)
         kernel = choose(ask, linear_triton.KERNELS).kernel
-        packed = linear_triton.with_tile(kernel.pack(weight, ask), Tile(64, 16, 256, 1, 1, 4, order))
+        packed = replace(kernel.pack(weight, ask), tile=Tile(64, 16, 256, 1, 1, 4, order))
         assert torch.equal(kernel.run(packed, x), torch.full((40, n), -8.0 * 127 * k))
 
     def test_qqq_meets_the_int8_grid_before_the_dot() -> None:
@@ -148,12 +148,12 @@ if INTERPRETING:
         kernel = choose(ask, linear_triton.KERNELS).kernel
         packed = replace(kernel.pack(weight, ask), segments=4)
         x = rows_of(tokens, k) if scheme.act else torch.randn(tokens, k, dtype=torch.float16)
-        one = kernel.run(linear_triton.with_tile(packed, Tile(64, 32 if scheme.act else 16, 128, 1, 1, 4)), x)
-        many = kernel.run(linear_triton.with_tile(packed, Tile(64, 16, 128, 0, 1, 4)), x)
+        one = kernel.run(replace(packed, tile=Tile(64, 32 if scheme.act else 16, 128, 1, 1, 4)), x)
+        many = kernel.run(replace(packed, tile=Tile(64, 16, 128, 0, 1, 4)), x)
         assert torch.equal(one, many)
         if scheme.act:
             last = reference.Rows(x.codes[-1:], x.scale[-1:])
-            assert torch.equal(kernel.run(linear_triton.with_tile(packed, Tile(64, 16, 128, 0, 1, 4)), last), one[-1:])
+            assert torch.equal(kernel.run(replace(packed, tile=Tile(64, 16, 128, 0, 1, 4)), last), one[-1:])
 
     @pytest.mark.parametrize("k", [128, 576])
     @pytest.mark.parametrize("name", ["w4a16", "w4a16_g32", "w4a16_g64", "w4a16_g128", "w4a16_zero_g128"])
@@ -169,6 +169,19 @@ if INTERPRETING:
         out = kernel.run(kernel.pack(weight, ask), x)
         assert out.dtype == torch.float16
         assert ((out.double() - want).norm() / want.norm()).item() < 1e-3
+
+    @pytest.mark.parametrize("spec", [Spec(INT4, (None, None)), Spec(UINT4, (None, None), zero=True),
+                                      Spec(UINT4, (1, None), zero=True)])
+    def test_one_scale_and_zero_of_a_whole_tensor_are_every_row_s(spec: Spec) -> None:
+        n, k = 72, 192
+        codes = torch.randint(int(spec.num.qmin), int(spec.num.qmax) + 1, (n, k), dtype=torch.int8)
+        scale = torch.rand(1 if spec.tile[0] is None else n, 1) + 0.1
+        weight = QTensor(spec, codes, scale, scale * 9 if spec.zero else None)
+        ask = LinearShape(scheme_of(spec, None), n, k, CPU, torch.float16)
+        kernel, x = choose(ask, linear_triton.KERNELS).kernel, torch.randn(5, k).half()
+        want = x.double() @ dequantize(weight, torch.float64).t()
+        out = kernel.run(kernel.pack(weight, ask), x).double()
+        assert ((out - want).norm() / want.norm()).item() < 1e-3
 
     @pytest.mark.parametrize(("vocabulary", "channels"), [(130, 96), (64, 128)])
     def test_logits_against_float64(vocabulary: int, channels: int) -> None:

@@ -92,6 +92,23 @@ def test_a_batch_gives_what_each_prompt_gets_alone(llm):
         assert (alone.token_ids, alone.text) == (answer.token_ids, answer.text)
 
 
+def test_the_order_of_starts_changes_no_answer(llm):
+    prompts = [row[:n] for row, n in zip(token_ids(5, 40, seed=6).tolist(), (3, 40, 9, 21, 1))]
+    params = [greedy(max_tokens=n) if n % 2 else SamplingParams(seed=n, temperature=1.5, max_tokens=n, ignore_eos=True, n=2)
+              for n in (2, 9, 4, 30, 9)]
+    seen: list[int] = []
+    with LLM(llm.path, device="cpu", block_size=4, num_blocks=16, max_context=64) as small:
+        together = small.generate(prompts, params, on_token=seen.append)
+        assert small.info().preemptions > 0
+        alone = [small.generate(prompt, one) for prompt, one in zip(prompts, params)]
+    whole = llm.generate(prompts, params)
+    for answers in (alone, whole):
+        for one, other in zip(together, answers):
+            pairs = zip(one, other) if isinstance(one, list) else [(one, other)]
+            assert all((a.token_ids, a.text, a.choice) == (b.token_ids, b.text, b.choice) for a, b in pairs)
+    assert len(seen) == 2 * 2 + 9 + 2 * 4 + 30 * 2 + 9
+
+
 def test_stream_joins_to_generate_and_leaving_early_frees_everything(llm):
     whole = llm.generate("Tell me", GREEDY)
     pieces = list(llm.stream("Tell me", GREEDY))

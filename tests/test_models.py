@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import COMMON, TINY, make_tiny, token_ids
+from tiny import COMMON, LLAMA3, TINY, make_tiny, token_ids
 from torch import Tensor
 
 from nybble.checkpoint import open_checkpoint
@@ -17,6 +18,7 @@ from nybble.engine.kvcache import allocate
 from nybble.formats.numerics import quantize_rows
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import PER_TOKEN_INT8, SCHEMES
+from nybble.kernels.types import Step
 from nybble.models import (
     SHAPES,
     Decoder,
@@ -27,9 +29,8 @@ from nybble.models import (
     prepare_window,
     read_config,
     read_layer,
-    window_nll,
 )
-from nybble.models.window import window_step
+from nybble.models.window import BLOCK_SIZE, window_step
 from nybble.nn.rope import cos_sin_table
 from nybble.quantize.rtn import quantize_rtn
 
@@ -68,18 +69,29 @@ def reference_logits(model: Any, ids: Tensor) -> Tensor:
     return model(ids).logits
 
 
-def greedy(model: Decoder, prompt: Tensor, count: int, block_size: int = 16) -> Tensor:
+def part(capacity: int, ids: Tensor, past: int) -> Step:
+    """Tokens [B, L] at positions past .. past + L - 1 of rows that have blocks for `capacity`; one alone is generated."""
+    (rows, length), whole = ids.shape, window_step(torch.zeros(len(ids), capacity, dtype=torch.int64))
+    mine = lambda x: x.view(rows, -1)[:, past : past + length].reshape(-1)  # noqa: E731
+    start, context = torch.arange(rows + 1) * length, torch.full((rows,), past + length)
+    return replace(
+        whole, token_ids=ids.reshape(-1), positions=mine(whole.positions), slots=mine(whole.slots), query_start=start.int(),
+        context_len=context.int(), num_decode=rows if length == 1 else 0, max_query=0 if length == 1 else length,
+        max_context=past + length,
+    )  # fmt: skip
+
+
+def greedy(model: Decoder, prompt: Tensor, count: int) -> Tensor:
     """[B, L] -> [B, count]: the prompt in two chunks, then one token at a time, through a paged float32 cache."""
     rows, length = prompt.shape
     capacity = length + count
-    blocks = rows * -(-capacity // block_size)
-    kv = allocate(model.config, "fp32", blocks, block_size, "cpu")
+    kv = allocate(model.config, "fp32", rows * -(-capacity // BLOCK_SIZE), BLOCK_SIZE, "cpu")
     cut = length // 2
-    model.forward(window_step(prompt[:, :cut], 0, capacity, block_size), kv)
-    logits = model.forward(window_step(prompt[:, cut:], cut, capacity, block_size), kv).view(rows, length - cut, -1)
+    model.forward(part(capacity, prompt[:, :cut], 0), kv)
+    logits = model.forward(part(capacity, prompt[:, cut:], cut), kv).view(rows, length - cut, -1)
     out = [logits[:, -1].argmax(-1)]
     for past in range(length, capacity - 1):
-        out.append(model.forward(window_step(out[-1][:, None], past, capacity, block_size), kv).argmax(-1))
+        out.append(model.forward(part(capacity, out[-1][:, None], past), kv).argmax(-1))
     return torch.stack(out, 1)
 
 
@@ -120,23 +132,9 @@ def test_logit_rows_select_tokens(tiny: Any) -> None:
     step, kv = prepare_window(model, ids)
     every = model.forward(step, kv)
     picked = torch.tensor([3, 39, 20])
-    some = model.forward(replace_rows(step, picked), kv)
+    some = model.forward(replace(step, logit_rows=picked), kv)
     torch.testing.assert_close(some, every[picked], rtol=0, atol=1e-5)
-    assert model.hidden(replace_rows(step, picked[:0]), kv).shape == (0, 128)
-
-
-def replace_rows(step: Any, rows: Tensor) -> Any:
-    from dataclasses import replace
-
-    return replace(step, logit_rows=rows)
-
-
-def test_window_nll_is_transformers_loss(tiny: Any) -> None:
-    path, reference = tiny("llama")
-    ids = token_ids(3, 50)
-    with torch.no_grad():
-        wanted = reference(ids, labels=ids).loss
-    torch.testing.assert_close(window_nll(load(path), ids, chunk=64).mean(), wanted, rtol=1e-5, atol=1e-5)
+    assert model.hidden(replace(step, logit_rows=picked[:0]), kv).shape == (0, 128)
 
 
 def test_quantized_caches_cost_what_their_bits_say(tiny: Any) -> None:
@@ -383,6 +381,9 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], **COMMON}
         (LLAMA | {"sliding_window": 4096}, "sliding_window = 4096 is not supported for LlamaForCausalLM"),
         (LLAMA | {"parallel_residual": True}, "parallel_residual = True is not known"),
         (QWEN | {"mlp_bias": True}, "mlp_bias = True is not supported for Qwen2ForCausalLM, wants False"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0; wants a number above 0"),
+        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast = -1; wants a number, 0 or"),
+        (LLAMA | {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor = 4.0 is not above low_freq_factor"),
         (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; there are default, lin"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),

@@ -188,11 +188,24 @@ def test_fp8_activations_are_rounded_as_the_scheme_says(rows: int, tile: tuple, 
     accepted = [kernel for kernel in linear_kernels(CPU) if kernel.accepts(shape) is None]
     assert all(kernel.takes is None and "fp8" in kernel.name for kernel in accepted)
     for kernel in accepted:
-        assert relative_error(kernel.run(kernel.pack(weight, shape), x), wanted) <= 1e-6
+        packed = kernel.pack(weight, shape)
+        assert relative_error(kernel.run(packed, x), wanted) <= 1e-6
+        assert kernel.run(packed, x[:0]).shape == (0, 160)
     if tile != (128, 128):  # the GPU's product, which torch has on a CPU too
         kernel, shape = reference.SCALED_MM, replace(shape, dtype=torch.bfloat16)
         assert relative_error(kernel.run(kernel.pack(weight, shape), x), wanted) <= 2.0**-8
         assert "GPU" in kernel.accepts(shape)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_zero_points_under_int8_activations(rows: int) -> None:
+    weight = rounded(random(40, 128, seed=1), SCHEMES["w4a16_zero_g128"].weight)
+    x, shape = random(rows, 128, seed=2), LinearShape(scheme_of(weight.spec, PER_TOKEN_INT8), 40, 128, CPU, torch.float32)
+    accepted = [kernel for kernel in linear_kernels(CPU) if kernel.accepts(shape) is None]
+    assert accepted
+    for kernel in accepted:
+        out = kernel.run(kernel.pack(weight, shape), OPS.quantize_rows(x))
+        torch.testing.assert_close(out.double(), expected(weight, PER_TOKEN_INT8, x), rtol=1e-4, atol=1e-4)
 
 
 def test_fp8_activations_are_rounded_per_linear_or_refused() -> None:

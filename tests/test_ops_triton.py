@@ -151,6 +151,35 @@ def test_the_norm_of_a_model_is_hoppers_on_hopper(monkeypatch: pytest.MonkeyPatc
     assert len(asked) == 1
 
 
+@inside
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_reaches_the_scale_of_its_row(bad: float) -> None:
+    """Else a request that overflowed would go on with zeros where it should end with an error."""
+    from nybble.kernels.ops_triton import quantize_rows, rms_norm, silu_mul
+
+    x = randn(3, 160)
+    x[1, 77] = bad
+    found = [rms_norm(x, torch.ones(160), 1e-5, None, True)[0], quantize_rows(x)]
+    x[1, 77], x[1, 90] = 1.0, bad  # the up half: silu(inf) * 0 would be NaN anyway
+    for rows in (*found, silu_mul(x, True), silu_mul(x, True, hadamard=16)):
+        assert not rows.scale[1].isfinite()
+        assert rows.scale[[0, 2]].isfinite().all()
+
+
+@inside
+@pytest.mark.parametrize("name", KINDS)
+def test_a_nan_reaches_the_cache(name: str) -> None:
+    from nybble.kernels.ops_triton import rope_write
+
+    step, kv = make_step([3], [3], 16, 2), poisoned_cache(name, 2, 1, 16, 24)
+    qkv = randn(3, 3 * 24)
+    qkv[1] = float("nan")
+    rope_write(qkv, kv, step, torch.ones(8, 24), 1, None, None, 1e-6)
+    for values in reference.gather_kv(kv, step.block_table[0, :1].long(), 3):
+        assert values[:, 1].isnan().all()
+        assert values[:, [0, 2]].isfinite().all()
+
+
 # ---- RoPE and the cache write -------------------------------------------------------------------------------------
 
 
@@ -328,7 +357,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
 
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 def compile_for(target: str, kernel: Any, pointers: list[str], constants: dict[str, Any], warps: int) -> Any:
@@ -404,7 +433,7 @@ def test_rope_write_and_norm_compile(target: str) -> None:
         compile_for(target, ops._silu_mul_kernel, ["*bf16", "*i8", "*fp32"],
                     {"WIDTH": 13824, "CHUNK": 4096, "QUANTIZE": True, "HADAMARD": hadamard, "ROOT": 0.04,
                      "ASM": target.startswith("sm_"), "PDL": early}, 16)
-    for kind in ("int4", "fp8"):
+    for kind in ("int4", "int8", "fp8"):
         constants = {"HEADS": 8, "KV_HEADS": 2, "DIM": 128, "HALF": 64, "QUARTER": 32, "ROTARY": 128, "BLOCK_SIZE": 64,
                      "KIND": kind, "Q_NORM": True, "K_NORM": True, "PDL": early}
         cache = "*i16" if kind == "int4" else "*u8"

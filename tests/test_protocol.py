@@ -117,18 +117,34 @@ CALLS = [
     ("Llama 3", '{"name": "get_current_conditions", "parameters": {"location": "San Francisco, CA", "unit": "Fahrenheit"}}', "",
      [("get_current_conditions", {"location": "San Francisco, CA", "unit": "Fahrenheit"})]),
     ("Llama 3", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+    ("Mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}][TOOL_CALLS] [{"name": "g", "arguments": {}}]', "",
+     [("f", {}), ("g", {})]),
     # Calls beside text, and what only looks like one.
     ("Hermes and Qwen", 'a < b\n<tool_call>{"name": "f", "arguments": {"a": [{"b": "}"}]}}</tool_call>\n\nSo: <tool',
      "a < b\nSo: <tool",
      [("f", {"a": [{"b": "}"}]})]),
     ("Hermes and Qwen", "<tool_call>\nf(1)\n</tool_call> no", "<tool_call>\nf(1)\n</tool_call> no", []),
-    ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": {"a": 1', '<tool_call>{"name": "f", "arguments": {"a": 1', []),
+    ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": ', '<tool_call>{"name": "f", "arguments": ', []),
     ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", {})]),
     ("Mistral", "see [TOOL_CALLS] of [1, 2]", "see [TOOL_CALLS] of [1, 2]", []),
     ("Mistral", '[TOOL_CALLS][{"x": 1}]', '[TOOL_CALLS][{"x": 1}]', []),
     ("Llama 3", "Hello {x}", "Hello {x}", []),
     ("Llama 3", '{"name": "Bob", "age": 3} is he', '{"name": "Bob", "age": 3} is he', []),
     ("Llama 3", '[1, 2, {"name": "f"', '[1, 2, {"name": "f"', []),
+    ("Llama 3", '{"name": "f", "args": {}}{"name": "g", "parameters": {}}',
+     '{"name": "f", "args": {}}{"name": "g", "parameters": {}}', []),
+    ("Llama 3", '{"parameters": {"name": "f"}}', '{"parameters": {"name": "f"}}', []),
+    ("Llama 3", '{"name": "\\ud800", "parameters": {}}', '{"name": "\\ud800", "parameters": {}}', []),
+    ("Llama 3", '{"type": "function", "name": "f", "parameters": {"name": "g"}}', "", [("f", {"name": "g"})]),
+    ("Mistral", '[TOOL_CALLS] [{"id": "1", "arguments": {"b": "}]\\\\", "c": [{}]}, "type": "x", "name": "a}é"}]', "",
+     [("a}é", {"b": "}]\\", "c": [{}]})]),
+    # From the brace on, arguments are what was written: cut short, no JSON, or with a brace too few for the call.
+    ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ("Mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "b\\', "", [("f", '{"a": "b\\')]),
+    ("Llama 3", '{"name": "f", "parameters": {"a": NaN, "b": "\\ud800"}}', "", [("f", '{"a": NaN, "b": "\\ud800"}')]),
+    ("Llama 3", '{"parameters": {"a": NaN}, "name": "f"}', "", [("f", '{"a": NaN}')]),
+    ("Hermes and Qwen", '<tool_call>{"name": "f", "arguments": {"a": {}</tool_call>\n<tool_call>{"name": "g", "arguments": {}'
+     "</tool_call>", "", [("f", '{"a": {}'), ("g", {})]),
 ]
 
 
@@ -142,24 +158,51 @@ def test_tool_calls_however_the_text_is_cut(form, text, content, calls, data):
         new, more = reader.push(text[at : at + size], final=at + size >= len(text))
         at, got, found = at + size, got + new, found + more
         assert content.startswith(got)
-    assert got == content
-    assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in found] == calls
-    assert [one["index"] for one in found] == list(range(len(calls)))
+    whole, at_once = ToolText(FORMATS[form]).push(text, final=True)
+    assert (got, whole) == (content, content)
+    assert [one["index"] for one in at_once] == list(range(len(calls)))
+    for index, (name, arguments) in enumerate(calls):
+        first, *rest = [one for one in found if one["index"] == index]
+        assert first["function"]["name"] == at_once[index]["function"]["name"] == name
+        assert all(set(one) == {"index", "function"} and set(one["function"]) == {"arguments"} for one in rest)
+        joined = "".join(one["function"]["arguments"] for one in (first, *rest))
+        assert joined == at_once[index]["function"]["arguments"]
+        assert (joined if isinstance(arguments, str) else json.loads(joined)) == arguments
+    assert {one["index"] for one in found} == set(range(len(calls)))
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
-def test_a_call_whose_arguments_json_cannot_say_is_text(value):
-    """Python reads them all; clients could not."""
-    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
-    reader = ToolText(FORMATS["Hermes and Qwen"])
-    content, calls = reader.push(text + '<tool_call>{"name": "g", "arguments": {}}</tool_call>', final=True)
-    assert (content, [call["function"]["name"] for call in calls]) == (text, ["g"])
+SCRAPS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f", "arguments": {', '{"arguments": {}',
+          '{"name": "f", "parameters": {"a": 1}}', '"name": "g"', '{"type": "x", ', *'{}[]<",;: \\a\n', "}}", "<tool"]
 
 
-def test_a_call_nested_too_deeply_is_text():
-    for middle in ("[" * 99_999, "[" * 99_999 + "]" * 99_999):
-        text = '{"name": "f", "parameters": {"a": ' + middle + "}}"
-        assert ToolText(FORMATS["Llama 3"]).push(text, final=True) == (text, [])
+@given(form=st.sampled_from(list(FORMATS.values())), scraps=st.lists(st.sampled_from(SCRAPS), max_size=14),
+       cuts=st.lists(st.integers(1, 9)))
+@settings(deadline=None, max_examples=500)
+def test_what_is_read_does_not_depend_on_the_cuts(form, scraps, cuts):
+    text, reader, got, at = "".join(scraps), ToolText(form), "", 0
+    whole, at_once = ToolText(form).push(text, final=True)
+    joined = [""] * len(at_once)
+    for size in [*cuts, len(text)]:
+        content, calls = reader.push(text[at : at + size], final=at + size >= len(text))
+        got, at = got + content, at + size
+        for call in calls:
+            joined[call["index"]] += call["function"]["arguments"]
+        if at >= len(text):
+            break
+    assert (got, joined) == (whole, [call["function"]["arguments"] for call in at_once])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_arguments_leave_as_they_are_written(form):
+    """Letter by letter, from the brace that opens them to the one that closes them."""
+    arguments, out = '{"a": "b", "c": {"d": [1]}}', []
+    whole = f'{FORMATS[form].mark}{{"name": "f", "{FORMATS[form].key}": {arguments}}}'
+    reader = ToolText(FORMATS[form])
+    for letter in whole:
+        content, calls = reader.push(letter)
+        assert content == ""
+        out += [call["function"]["arguments"] for call in calls]
+    assert out == list(arguments)
 
 
 @pytest.mark.parametrize(("kind", "base"), [(ChatRequest, CHAT), (CompletionRequest, {"model": "m", "prompt": "x"})])

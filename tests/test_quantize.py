@@ -32,7 +32,7 @@ from nybble.quantize.auto import Candidate, allocate
 from nybble.quantize.calibrate import build_layer, calibration_step, take_windows, twin
 from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, one_block, output_error, quantize_gptq, refit_scale
 from nybble.quantize.learn import TrainedLayer, learn_scales
-from nybble.quantize.recipe import from_dict, from_toml, shipped_text
+from nybble.quantize.recipe import from_dict, from_toml, key_table, shipped_text
 from nybble.quantize.resume import Saved
 from nybble.quantize.rotate import OnlineHadamard, Rotated, can_rotate, hadamard
 from nybble.quantize.rtn import ERROR_POWER, absmax_scale, mse_scale, quantize_rtn, settle, snap
@@ -572,6 +572,7 @@ def test_learning_says_what_it_left_out_and_wants_something_to_judge_by(checkpoi
     monkeypatch.setattr("nybble.quantize.learn.WORSE", 0.0)
     report = quantize_checkpoint(checkpoint, tmp_path / "out", recipe, "int8", checkpoint / "text.txt", "cpu")
     assert "the scales of layers 0, 1 was worse on the sequence held out" in str(report)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # nothing stays that would be in the next run's way
 
 
 def test_an_online_hadamard_changes_no_logit_and_is_the_one_that_others_mean():
@@ -641,8 +642,10 @@ def test_a_head_in_8_bits_is_what_transformers_reads(checkpoint: Path, tmp_path:
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(ids).logits[0]
     assert (ours - theirs).square().mean() < 1e-3 * theirs.square().mean()
-    with pytest.raises(ValueError, match="head is its embedding"):  # as it is without rotation
-        quantize_checkpoint(checkpoint, tmp_path / "no", replace(recipe, transform="none"), device="cpu")
+    embedding = open_checkpoint(checkpoint).get("model.embed_tokens.weight")
+    for source in (checkpoint, changed(checkpoint, tmp_path / "tied", {"lm_head.weight": embedding})):
+        with pytest.raises(ValueError, match="head is its embedding"):  # as it is without rotation
+            quantize_checkpoint(source, tmp_path / "no", replace(recipe, transform="none"), device="cpu")
 
 
 def test_static_fp8_is_what_transformers_reads(checkpoint: Path, tmp_path: Path):
@@ -679,12 +682,70 @@ def test_static_fp8_is_what_transformers_reads(checkpoint: Path, tmp_path: Path)
         Recipe(static_activations=True)
 
 
+def changed(checkpoint: Path, out: Path, tensors: dict[str, Tensor] | None = None, config: dict | None = None) -> Path:
+    """A copy with other tensors and settings in it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, out)
+    save_file(load_file(out / "model.safetensors") | (tensors or {}), str(out / "model.safetensors"), metadata={"format": "pt"})
+    settings = json.loads((out / "config.json").read_text()) | (config or {})
+    (out / "config.json").write_text(json.dumps(settings))
+    return out
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(("name", "says"), [
+    ("model.layers.9.mlp.up_proj.weight", "no place for .*layers.9.mlp.up_proj"), ("lm_head.weight", "lm_head.weight differs"),
+    ("model.layers.1.self_attn.k_norm.weight", "no place for .*layers.1.self_attn.k_norm"), ("model.norm.bias", "no place for"),
+])
+def test_what_loading_would_refuse_is_refused_first(checkpoint: Path, tmp_path: Path, name: str, says: str, method: str):
+    recipe = Recipe(method=method, samples=2, sequence_length=64)  # rotates, which gives the model a head of its own
+    source = changed(checkpoint, tmp_path / "in", {name: torch.ones(80, 48)}, {"tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=says):
+        load_model(open_checkpoint(source), "cpu")
+    with pytest.raises(ValueError, match=says):
+        quantize_checkpoint(source, tmp_path / "out", recipe, calibration=checkpoint / "text.txt", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_key_value_cache_of_a_source_is_kept_where_it_needs_no_scales(checkpoint: Path, tmp_path: Path):
+    scales = {f"model.layers.{i}.self_attn.{side}_scale": torch.tensor(0.5) for i in range(2) for side in "kv"}
+    source = changed(checkpoint, tmp_path / "fp8", scales, {"kv_cache_torch_dtype": "float8_e4m3fn"})
+    assert open_checkpoint(source).kv == "fp8"
+    report = quantize_checkpoint(source, tmp_path / "out", Recipe(method="rtn", transform="none"), device="cpu")
+    assert (report.kv, open_checkpoint(tmp_path / "out").kv) == ("int8", "int8")
+    assert "scales are of its own weights, so KV becomes int8" in str(report)
+    source = changed(checkpoint, tmp_path / "int4", None, {"nybble": {"kv_cache": "int4"}})
+    assert quantize_checkpoint(source, tmp_path / "out", Recipe(method="rtn", transform="none"), device="cpu").kv == "int4"
+
+
+def test_a_tokenizer_of_another_model_is_noticed(checkpoint: Path, tmp_path: Path):
+    source = changed(checkpoint, tmp_path / "in", {"model.embed_tokens.weight": torch.ones(4, 48)}, {"vocab_size": 4})
+    with pytest.raises(ValueError, match=r"makes token \d+ of the calibration text, its model has 4: the two do not belong"):
+        quantize_checkpoint(source, tmp_path / "out", Recipe(samples=2, sequence_length=64),
+                            calibration=checkpoint / "text.txt", device="cpu")
+
+
+def test_the_recipes_keys_are_documented():
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert key_table() in page
+    assert from_toml(page.split("```toml")[1].split("```")[0]).layers == {"0.down": "w8a8", "0.qkv": "w4a8_g64"}
+    assert all(f"| `{key}` |" in key_table() for key in Recipe().to_dict())
+
+
+@pytest.mark.parametrize("name", ["16bit", "w4a16_zero_g128"])
+def test_layers_get_only_schemes_that_are_written(name: str):
+    with pytest.raises(ValueError, match=r"layers = .*; wants schemes out of w4a8, w4a8_g128"):
+        Recipe(layers={"0.down": name})
+
+
 @pytest.mark.parametrize("place", ["99.down", "0.dwon"])
-def test_a_recipe_that_names_no_layer_of_the_model_is_refused(checkpoint: Path, place: str):
+def test_a_recipe_that_names_no_layer_of_the_model_is_refused(checkpoint: Path, tmp_path: Path, place: str):
     config = read_config(open_checkpoint(checkpoint).config)
     assert linear_schemes(config, Recipe(layers={"0.down": "w8a8"}))["model.layers.0.mlp.down_proj"] == SCHEMES["w8a8"]
     with pytest.raises(ValueError, match=rf"{place}; this model has 0 to 1"):
-        linear_schemes(config, Recipe(layers={place: "w8a8"}))
+        quantize_checkpoint(checkpoint, tmp_path / "out", Recipe(method="rtn", layers={place: "w8a8"}), device="cpu")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_recipe_gives_the_same_bytes(checkpoint: Path, tmp_path: Path):
@@ -706,6 +767,10 @@ def test_calibration_is_no_longer_than_the_context_and_a_second_rounding_is_said
     assert "quantized already" not in str(report)
     again = quantize_checkpoint(tmp_path / "once", tmp_path / "twice", Recipe(method="rtn", transform="none"), device="cpu")
     assert "the source was quantized already (w4a8" in str(again)
+    real = Path(__file__).parents[2] / "shared" / "checkpoints" / "gguf_llama_q4_0"
+    if real.exists():
+        again = quantize_checkpoint(real, tmp_path / "gguf", Recipe(method="rtn", transform="none"), device="cpu")
+        assert "quantized already (Q4_0, Q8_0): what that lost is not undone, and errors are against its dec" in str(again)
 
 
 def test_bad_input_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path):
@@ -752,7 +817,7 @@ def test_auto_measures_how_far_predictions_move(checkpoint: Path):
     model = load_model(open_checkpoint(checkpoint), "cpu", editable=True)
 
     def logits(hidden: Tensor) -> Tensor:
-        return model.logits(model.final(hidden, None, stream.steps()[0][0]))
+        return model.logits(model.final(hidden, None, stream.steps[0][0]))
 
     measured = auto.measure((job.layer(i) for i in range(2)), stream, logits, recipe, torch.float16)
     found = {(c.place, c.scheme): c for c in measured}
@@ -831,6 +896,24 @@ def test_a_killed_run_goes_on_and_writes_the_same_bytes(checkpoint: Path, tmp_pa
         quantize_checkpoint(checkpoint, tmp_path / "killed", *arguments)
     quantize_checkpoint(checkpoint, tmp_path / "killed", recipe.with_options(samples=2), *arguments[1:])
     assert layers == [0, 1, 0, 1]  # another recipe starts over
+
+
+def test_unfinished_work_of_a_source_that_has_changed_is_not_gone_on_with(checkpoint: Path, tmp_path: Path):
+    key = lambda path: run._key(Recipe(), "int8", open_checkpoint(path), None)  # noqa: E731
+    source = changed(checkpoint, tmp_path / "in")
+    before = key(source)
+    assert key(source) == before
+    changed(checkpoint, tmp_path / "other", None, {"rms_norm_eps": 1e-2})
+    shutil.copyfile(tmp_path / "other" / "config.json", source / "config.json")
+    assert key(source) != before
+    real = Path(__file__).parents[2] / "shared" / "checkpoints" / "gguf_llama_q4_0"
+    if real.exists():
+        folder = tmp_path / "gguf"
+        folder.mkdir()
+        shutil.copyfile(next(real.glob("*.gguf")), folder / "model.gguf")
+        before = key(folder)
+        os.utime(folder / "model.gguf", (1, 1))
+        assert key(folder) != before
 
 
 def test_a_resume_folder_of_somebody_else_is_refused_and_kept(checkpoint: Path, tmp_path: Path):
@@ -930,6 +1013,24 @@ def test_not_finite_is_refused_naming_the_layer(checkpoint: Path, tmp_path: Path
         quantize_checkpoint(broken, tmp_path / "out", Recipe(samples=2, sequence_length=64, transform="none", **options),
                             calibration=checkpoint / "text.txt", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+def test_rounding_does_not_depend_on_the_size_of_the_inputs_where_some_are_dead():
+    x, w = correlated(400, 64), weight_of(16, 64)
+    x[:, 5:12] = 0
+    codes = [quantize_gptq(w, moment_of(x.double() * size), CHANNEL).codes for size in (1.0, 2.0**-10)]
+    assert torch.equal(*codes)
+
+
+def test_inputs_are_imitated_as_the_kernel_rounds_them():
+    """FP8 in groups of 128, the last of which is a part: against numpy."""
+    x = torch.randn(5, 320, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-2, 2, 320)
+    got = calibrate.as_seen(x, Spec(FP8, (1, 128), dynamic=True)).double().numpy()
+    for start, stop in ((0, 128), (128, 256), (256, 320)):
+        part = x[:, start:stop].double().numpy()
+        scale = np.abs(part).max(1, keepdims=True) / 448
+        step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(part / scale), 2.0**-6))) - 3)
+        assert np.allclose(got[:, start:stop], np.rint(part / scale / step) * step * scale, rtol=1e-6, atol=step.max() * 1e-9)
 
 
 def test_dead_channels_and_rows_stay_finite(checkpoint: Path, tmp_path: Path):

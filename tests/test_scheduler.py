@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check, check_pool
 
 from nybble.engine.blocks import BlockPool
 from nybble.engine.messages import SamplingParams
@@ -56,7 +57,7 @@ def test_every_block_is_free_cached_or_held(num_blocks: int, caching: bool, move
             pool.release(holders.pop(which % len(holders)).blocks, forget=move == "forget")
         held = {block for holder in holders for block in holder.blocks}
         assert pool.num_free + pool.num_cached + len(held) == num_blocks
-        pool.check((holder.blocks, holder.computed) for holder in holders)
+        check_pool(pool, ((holder.blocks, holder.computed) for holder in holders))
     for holder in holders:
         pool.release(holder.blocks)
     assert pool.available == num_blocks
@@ -96,11 +97,11 @@ def test_the_longest_unused_content_is_forgotten_first_and_tails_before_heads() 
 def test_check_finds_a_block_with_two_writers() -> None:
     pool = BlockPool(4, SIZE)
     (block,) = pool.take(1)
-    pool.check([([block], 2)])
+    check_pool(pool, [([block], 2)])
     with pytest.raises(AssertionError):
-        pool.check([([block], 2), ([block], 2)])
+        check_pool(pool, [([block], 2), ([block], 2)])
     with pytest.raises(AssertionError):
-        pool.check([])
+        check_pool(pool, [])
     pool.release([block])
     with pytest.raises(ValueError, match="released more often"):
         pool.release([block])
@@ -202,13 +203,13 @@ def test_every_request_ends_once_and_reads_its_own_cache(
             assert len(plan.requests) <= scheduler.limits.max_rows
             assert plan.num_tokens > 0
         results = device.run(plan) if plan is not None else []
-        scheduler.check()
+        check(scheduler)
         order = [everybody.index(r) for r in [*scheduler.running, *scheduler.waiting]]
         assert order == sorted(order), "first come, first served"
         if overlap:
             results, in_flight = in_flight, results
         commit(scheduler, results)
-        scheduler.check()
+        check(scheduler)
     for r in everybody:
         assert r.finish_reason in ("length", "abort", "error")
         if r.finish_reason == "length":
@@ -223,7 +224,7 @@ def drain(scheduler: Scheduler) -> list[Plan]:
     while (plan := scheduler.plan()) is not None:
         plans.append(plan)
         commit(scheduler, device.run(plan))
-        scheduler.check()
+        check(scheduler)
     return plans
 
 

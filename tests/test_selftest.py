@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nybble.engine.kvcache import allocate
-from nybble.formats.spec import SCHEMES
+from nybble.formats.numerics import random_qtensor
+from nybble.formats.spec import FP8, SCHEMES, Spec, Tile
 from nybble.kernels import cpu, reference, selftest
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import LayerKV, Step
@@ -45,6 +46,14 @@ def test_not_a_number_and_exceptions_are_failures() -> None:
         raise RuntimeError("no kernel image is available")
 
     assert "no kernel image" in (selftest.failure(replace(kernel, run=broken), asked("w4a8")) or "")
+
+
+@pytest.mark.parametrize(
+    ("tile", "scales"), [((None, None), (1, 1)), ((1, None), (300, 1)), ((1, 128), (300, 2)), ((128, 128), (3, 2))]
+)
+def test_made_up_weights_have_the_scales_their_format_has(tile: Tile, scales: tuple[int, int]) -> None:
+    weight = random_qtensor(Spec(FP8, tile), (300, 256), torch.Generator().manual_seed(0), torch.float32)
+    assert weight.scale.shape == scales
 
 
 def test_row_kernels_are_tried_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -241,6 +242,19 @@ def test_stream_on_the_wire(engine, url):
     assert set(events[0]) == {"id", "object", "created", "model", "choices"}
 
 
+def test_an_event_is_one_line_to_every_client(engine, url):
+    """Python's str.splitlines, which several clients split streams with, knows more ends of lines than the standard."""
+    text = "a\x85b\u2028c\u2029d\x0ce\x1ef\rg\nh"
+    engine.answer, engine.per_delta = list(text.encode()), 100
+    try:
+        body = {"model": "scripted", "prompt": "x", "stream": True, "max_tokens": 99}
+        with httpx.stream("POST", url + "/v1/completions", json=body) as response:
+            events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: {")]
+    finally:
+        del engine.answer
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+
+
 @pytest.mark.parametrize("per_delta", [1, 4, 100])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("stop", "include", "text"), [
@@ -348,6 +362,7 @@ BAD = [
     ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"), ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": 'f"'}}]}, "tools[0].function.name"),
     ({"functions": [{"name": "f"}]}, "functions"), ({"store": True}, "store"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"modalities": ["audio"]}, "modalities"), ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -369,9 +384,6 @@ BAD = [
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"), ({"tool_choice": "must"}, "tool_choice"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "name": "ann"}]}, "messages[0].name"),
-    *(({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {
-        "name": "f", "arguments": arguments}}]}]}, "messages[0].tool_calls[0].function.arguments")
-      for arguments in ("[]", "{", '{"a":' * 2000 + "1" + "}" * 2000)),
 ]
 
 
@@ -462,16 +474,27 @@ def test_tool_calls(caller, per_delta):
     ids = [call.id for choice in whole.choices for call in choice.message.tool_calls]
     assert len(set(ids)) == 4
     assert all(re.fullmatch("[a-z0-9]{9}", one) for one in ids)
-    text, calls, reasons = "", [], []
-    for chunk in chat(client, tools=[WEATHER, TIME], stream=True):
-        text += chunk.choices[0].delta.content or ""
-        calls += chunk.choices[0].delta.tool_calls or []
-        reasons += [chunk.choices[0].finish_reason] * bool(chunk.choices[0].finish_reason)
-    assert (text, [call.index for call in calls], reasons) == (before, [0, 1], ["tool_calls"])
-    assert called(calls) == TWO
-    cut = chat(client, tools=[WEATHER], max_tokens=len(before.encode()) + 20)  # no call was complete: it is text
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME], "n": 2}
+    with client.chat.completions.stream(**asked) as stream:  # the client joins the pieces
+        pieces = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        joined = stream.get_final_completion()
+    assert [(one.finish_reason, one.message.content, called(one.message.tool_calls)) for one in joined.choices] == [
+        ("tool_calls", before or None, TWO)] * 2
+    assert [call.function.arguments for call in joined.choices[0].message.tool_calls] == [
+        call.function.arguments for call in whole.choices[0].message.tool_calls]
+    assert per_delta > 1 or len(pieces) >= 2 * len('{"city": "Zürich"}')
+    cut = chat(client, tools=[WEATHER], max_tokens=len(before.encode()) + 20)  # before any call's arguments: it is text
     assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
     assert answer.startswith(cut.choices[0].message.content)
+    for stream in (False, True):  # told to make one call at a time, a model that makes two is cut to the first
+        one = chat(client, tools=[WEATHER, TIME], parallel_tool_calls=False, stream=stream)
+        found = [call for chunk in one for call in chunk.choices[0].delta.tool_calls or ()] if stream else (
+            one.choices[0].message.tool_calls)
+        assert [call.function.name for call in found if call.function.name] == ["get_weather"]
+        assert "".join(call.function.arguments for call in found) == '{"city": "Zürich"}'
+    until = engine.answer.index(ord("Z")) + 1
+    cut = chat(client, tools=[WEATHER], max_tokens=until).choices[0]  # within them: they end there
+    assert (cut.finish_reason, cut.message.tool_calls[0].function.arguments) == ("length", '{"city": "Z')
 
 
 def test_tools_and_their_answers_in_the_prompt(caller):
@@ -486,6 +509,11 @@ def test_tools_and_their_answers_in_the_prompt(caller):
     assert json.dumps([WEATHER, filled]) in text
     assert f'get_weather({{"city": "Zürich"}})#{asked.tool_calls[0].id}' in text
     assert f"tool\nsunnyget_weather#{asked.tool_calls[0].id}" in text
+    for arguments in ('{"city": "Zü', "[1]", '{"a": ' + "[" * 1100):  # what was sent is taken back
+        turns[1]["tool_calls"][0]["function"]["arguments"] = arguments
+        client.chat.completions.create(model="scripted", messages=turns[:2], tools=[WEATHER], max_tokens=1)
+        text = bytes(i if i < 256 else 0 for i in engine.prompts[-1]).decode()
+        assert f"get_weather({json.dumps(arguments, ensure_ascii=False)})#" in text
     none = chat(client, tools=[WEATHER], tool_choice="none").choices[0]
     assert (none.finish_reason, none.message.tool_calls) == ("stop", None)
     assert b"get_weather" not in bytes(i for i in engine.prompts[-1] if i < 256)
@@ -553,7 +581,7 @@ def test_routes(engine, client, url):
     assert "POST /v1/chat/completions" in missing.json()["error"]["message"]
     assert "GET /v1/completions is not served" in wrong.json()["error"]["message"]
     assert httpx.get(url + "/health").json()["status"] == "ok"
-    assert httpx.get(url + "/version").json().keys() == {"version"}
+    assert httpx.get(url + "/version").json() == {"version": metadata.version("nybble")}
     ids = httpx.post(url + "/tokenize", json={"prompt": "aü<|end|>"}).json()
     assert ids == {"tokens": [97, 0xC3, 0xBC, END], "count": 4, "max_model_len": CONTEXT}
     turn = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
@@ -637,6 +665,21 @@ def test_hanging_up_gives_the_blocks_back(engine, url, stall_after, stream, prom
     eventually(lambda: engine.free_blocks == BLOCKS)
 
 
+def test_hanging_up_within_the_body_is_no_error(engine, url):
+    def answers(status):
+        return re.findall(rf'nybble_http_responses_total{{path="/v1/completions",status="{status}"}} .*',
+                          httpx.get(url + "/metrics").text)
+
+    before, bugs = answers(499), answers(500)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.05)
+    eventually(lambda: answers(499) != before)
+    assert answers(500) == bugs
+    assert engine.prompts == []
+
+
 def test_engine_errors(engine, client, url):
     engine.fail_after = 2
     with pytest.raises(openai.InternalServerError, match="out of luck"):
@@ -652,12 +695,18 @@ def test_engine_errors(engine, client, url):
             client.completions.create(model="scripted", prompt=["fine", "refuse me"], stream=stream)
         assert caught.value.param == "prompt"
     eventually(lambda: engine.free_blocks == BLOCKS)
-    engine.dead = True
+
+    def ended():
+        return {reason: float(count) for reason, count in re.findall(
+            r'nybble_request_success_total{finished_reason="(\w+)"} (.*)', httpx.get(url + "/metrics").text)}
+
+    before, engine.dead = ended(), True
     with pytest.raises(openai.InternalServerError, match="engine is down") as caught:
         chat(client)
     assert caught.value.status_code == 503
     assert httpx.get(url + "/health").status_code == 503
     engine.dead = False
+    assert ended() == before | {"error": before["error"] + 1}
     assert chat(client).choices[0].message.content == ANSWER
 
 
@@ -798,8 +847,15 @@ def launched(folder, factory="scripted_engine:load"):
                                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])})
     try:
         assert process.stdout.readline().startswith("loading")
-        ready = re.search(r"http://127.0.0.1:\d+", process.stdout.readline())
-        yield process, ready and ready[0]
+        said = ""
+        for line in iter(process.stdout.readline, ""):
+            said += line
+            if found := re.search(r"^script is served at (http://127.0.0.1:\d+) ", line):
+                assert "KV cache int8 with room for 4,096 tokens, 512 of them in one request" in said
+                yield process, found[1]
+                break
+        else:
+            yield process, None
     finally:
         if process.poll() is None:
             process.kill()

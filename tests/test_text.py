@@ -171,6 +171,21 @@ def test_unsupported_vocabularies_are_refused(tmp_path, pre, model, says):
         load_tokenizer(write_gguf(tmp_path / "x.gguf", pre, model))
 
 
+def test_tokens_that_the_vocabulary_does_not_have_are_named(tmp_path):
+    with pytest.raises(ValueError, match="is damaged: it has [0-9]+ tokens, and its eot_token_id is 7777"):
+        load_tokenizer(write_gguf(tmp_path / "x.gguf", "gpt-2", add_eot_token_id=7777))
+
+
+def test_merges_of_tokens_that_are_not_there_are_damage(tmp_path):
+    data = write_gguf(tmp_path / "x.gguf", "gpt-2").read_bytes()
+    first = read_gguf(tmp_path / "x.gguf").metadata["tokenizer.ggml.merges"][0].encode()
+    at = data.index(first)
+    for broken in (first.replace(b" ", b"x"), b"\x01" + first[1:]):
+        (tmp_path / "y.gguf").write_bytes(data[:at] + broken + data[at + len(first):])
+        with pytest.raises(ValueError, match="is damaged: its vocabulary and merges do not fit together"):
+            load_tokenizer(tmp_path / "y.gguf")
+
+
 def test_truncated_gguf_is_an_error_everywhere(tmp_path):
     data = write_gguf(tmp_path / "whole.gguf", "gpt-2").read_bytes()
     header = len(data.rstrip(b"\0"))
@@ -245,8 +260,9 @@ def test_chat_refusals_and_sandbox():
                    "{{ cycler.__init__.__globals__ }}"):
         with pytest.raises(ValueError, match="chat template"):
             render(attack, messages=[])
-    with pytest.raises(ValueError, match="failed on these"):
-        render("{{ messages[0]['content'] + 'x' }}", messages=[{"role": "user", "content": 3}])
+    for broken in ("{{ messages[0]['content'] + 'x' }}", "{{ 1 // 0 }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"):
+        with pytest.raises(ValueError, match="failed on these"):
+            render(broken, messages=[{"role": "user", "content": 3}])
 
 
 def test_chat_template_sources(tmp_path):

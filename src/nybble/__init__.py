@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from nybble.config import VERSION
+
+__version__ = VERSION
 __all__ = ["LLM", "Grammar", "Response", "SamplingParams", "pipeline"]
 
 if TYPE_CHECKING:

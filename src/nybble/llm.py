@@ -71,7 +71,7 @@ class LLM:
         self.engine = open_engine(self.path, device, config, progress)
         self.tokenizer = load_tokenizer(self.path)
         self._ids = count()
-        self._mail: dict[str, list[Delta | Refused]] = {}  # of every running call's requests: streams may be read by turns
+        self._mail: dict[str, list[Delta | Refused]] = {}  # request -> its call's inbox: streams may be read by turns
 
     def __enter__(self) -> LLM:
         return self
@@ -95,7 +95,8 @@ class LLM:
         on_token: Callable[[int], None] | None = None,
     ) -> Any:
         """Complete one prompt (str or token ids) -> `Response` (a list of n with `params.n` > 1), or a list of prompts -> a
-        list of those, in order. `params`: one for all or one each. `on_token(count)` is called as tokens arrive.
+        list of those, in order. `params`: one for all or one each; prompts with the largest max_tokens start first, which
+        changes no answer. `on_token(count)` is called as tokens arrive.
 
         Raises ValueError for a prompt that cannot run (empty, longer than the context), naming it; nothing is generated then.
         """
@@ -153,24 +154,22 @@ class LLM:
 
     def _run(self, prompts: list[Prompt], each: list[SamplingParams]) -> Iterator[Piece]:
         live: dict[str, list[tuple[Response, TextStream]]] = {}
-        mine: list[str] = []
         if "engine" not in self.__dict__:
             raise ValueError(f"this LLM was closed: make another from {self.path}")
+        inbox: list[Delta | Refused] = []
+        submits = [Submit(f"local-{next(self._ids)}", self._encode(prompt, index), params)
+                   for index, (prompt, params) in enumerate(zip(prompts, each))]
+        for index, submit in enumerate(submits):
+            self._mail[submit.request_id] = inbox
+            live[submit.request_id] = [(Response(input_token_len=len(submit.token_ids), index=index, choice=choice),
+                                        text_stream(self.tokenizer, submit.params)) for choice in range(submit.params.n)]
         try:
-            for index, (prompt, params) in enumerate(zip(prompts, each)):
-                token_ids = self._encode(prompt, index)
-                request_id = f"local-{next(self._ids)}"
-                self.engine.submit(Submit(request_id, token_ids, params))
-                self._mail[request_id] = []
-                mine.append(request_id)
-                live[request_id] = [(Response(input_token_len=len(token_ids), index=index, choice=choice),
-                                     text_stream(self.tokenizer, params)) for choice in range(params.n)]
+            self.engine.submit(*submits)
             while live:
-                events = [event for request_id in mine for event in self._mail[request_id]]
-                self._mail |= {request_id: [] for request_id in mine}
-                if not events:
+                if not inbox:
                     for event in self.engine.step():
                         self._mail.get(event.request_id, []).append(event)
+                events, inbox[:] = inbox[:], []
                 for event in events:
                     if event.request_id not in live:
                         continue
@@ -181,8 +180,8 @@ class LLM:
         finally:
             for request_id in live:
                 self.engine.abort(request_id)
-            for request_id in mine:
-                del self._mail[request_id]
+            for submit in submits:
+                del self._mail[submit.request_id]
 
     def _advance(self, delta: Delta, live: dict[str, list[tuple[Response, TextStream]]]) -> Iterator[Piece]:
         response, stream = live[delta.request_id][delta.index]

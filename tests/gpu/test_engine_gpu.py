@@ -55,7 +55,8 @@ def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
             assert isinstance(delta, Delta)
             assert delta.finish_reason != "error", delta.error
             tokens[delta.request_id] += delta.token_ids
-    engine.scheduler.check()
+    info = engine.info()
+    assert (info.running, info.free_blocks + info.cached_blocks) == (0, info.num_blocks)
     return tokens
 
 

@@ -106,10 +106,10 @@ def test_tile_and_split_change_nothing(name: str) -> None:
         Tile(128, 64, 128, 1, 3, 8),
         Tile(128, 32, 128, 4, 3, 4, 1),
     ]
-    outs = [kernel.run(linear_triton.with_tile(packed, tile), x) for tile in tiles]
+    outs = [kernel.run(replace(packed, tile=tile), x) for tile in tiles]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
     for _ in range(50):  # a race between split programs would show
-        assert torch.equal(kernel.run(linear_triton.with_tile(packed, tiles[0]), x), outs[0])
+        assert torch.equal(kernel.run(replace(packed, tile=tiles[0]), x), outs[0])
     assert not packed.arrivals.any()
 
 
@@ -159,29 +159,25 @@ HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="
 HOPPER_TILES = [
     linear_hopper.Tile(8, 1, True, 4, 2),
     linear_hopper.Tile(16, 1, True, 2, 2),
-    linear_hopper.Tile(16, 1, True, 1, 2, 2, stream=True),
-    linear_hopper.Tile(16, 1, True, 5, 2, memory=True),
-    linear_hopper.Tile(32, 1, True, 3, 2),
     linear_hopper.Tile(24, 1, False, 4, 2),
     linear_hopper.Tile(64, 1, False, 1, 2),
-    linear_hopper.Tile(80, 1),
     linear_hopper.Tile(80, 2, False, 3, memory=True),
     linear_hopper.Tile(80, 1, False, 8, memory=True),
     linear_hopper.Tile(80, 2, waves=1, order=4),
-    linear_hopper.Tile(96, 1),
     linear_hopper.Tile(96, 2, waves=1, lag=2),
     linear_hopper.Tile(128, 1, False, 2),
-    linear_hopper.Tile(128, 1, False, 3, memory=True),
     linear_hopper.Tile(128, 1, stream=True),
-    linear_hopper.Tile(128, 2),
     linear_hopper.Tile(128, 2, cluster_k=3),
-    linear_hopper.Tile(128, 2, waves=1, order=1),
     linear_hopper.Tile(128, 2, waves=1, order=2, stream=True, lag=2),
     linear_hopper.Tile(128, 1, False, 3, memory=True, ahead=3),
     linear_hopper.Tile(176, 1, ahead=3),
     linear_hopper.Tile(64, 1, False, 2, 2, ahead=6),  # more than the stages that fit beside group scales
     linear_hopper.Tile(192, 1, False, 2, ahead=1),
-    linear_hopper.Tile(256, 1, waves=1, order=2, stream=True),
+    linear_hopper.Tile(208, 1, waves=1, order=4, stream=True, ahead=3),
+    linear_hopper.Tile(256, 1, waves=1, order=2, stream=True, ahead=3),
+    linear_hopper.Tile(256, 1, False, 3, memory=True, ahead=3),
+    linear_hopper.Tile(16, 1, True, 5, 2, ahead=6),
+    linear_hopper.Tile(64, 1, False, 6, 2, memory=True),
 ]
 
 

@@ -130,11 +130,12 @@ def test_sharing_a_row_among_programs_moves_no_bit(name: str, window: int) -> No
         assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("group", [1, 4])
-def test_many_rows_take_the_direct_path_with_the_same_bits(group: int) -> None:
+def test_many_rows_take_the_direct_path_with_the_same_bits(name: str, group: int) -> None:
     """400 rows x 12 heads are enough programs that one sums all splits of a row; alone, a row is shared and combined."""
     contexts = [(37 * i) % 1900 + 1 for i in range(400)]
-    q, kv, step = case("int8", contexts, [1] * 400, 12 * group, 12, 64, 16)
+    q, kv, step = case(name, contexts, [1] * 400, 12 * group, 12, 128, 64)
     whole = attend(q, kv, step)
     for row in (0, 7, 51, 399):
         some, tokens = rows_of(step, [row], keep_width=False)
@@ -253,16 +254,15 @@ def test_silu_mul_turned_by_hadamard_s_matrix(ops: Ops, width: int, block: int) 
 
 
 SHAPES = [(4, 1, 1, 4), (8, 2, 1, 1), (2, 2, 4, 4)]
-INT4 = pytest.mark.xfail(strict=False, reason="not in use; where this passes, decode_hopper.SAME_BITS may have int4")
 
 
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize(("name", "heads", "kv_heads", "block_size"),
-                         [("int8", 40, 40, 64), ("int8", 16, 4, 32),
-                          pytest.param("int4", 8, 8, 64, marks=INT4), pytest.param("int4", 32, 8, 128, marks=INT4)])
+                         [("int8", 40, 40, 64), ("int8", 16, 4, 32), ("int8", 20, 4, 128),
+                          ("int4", 8, 8, 64), ("int4", 32, 8, 128), ("int4", 16, 8, 64), ("int4", 20, 4, 64)])
 def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: int, kv_heads: int, block_size: int,
                                                              quantize: bool) -> None:
-    from nybble.kernels import decode_hopper, nvrtc, ops_triton
+    from nybble.kernels import attention_triton, decode_hopper, nvrtc, ops_triton
 
     if nvrtc.refusal(torch.device("cuda")):
         pytest.skip("wants a Hopper GPU")
@@ -276,8 +276,9 @@ def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: i
     caches = [replace(kv, **copy) for copy in copies]
     q = ops_triton.rope_write(qkv, caches[0], step, cos_sin, kv_heads, None, None, 0.0)
     check(q, caches[0], step)
-    want = attend(q, caches[0], step)
-    assert decode_hopper.fits(qkv, heads, kv, step, 128, 0) is (name == "int8")
+    want = torch.full_like(q, float("nan"))
+    attention_triton.decode(q, caches[0], step, 0.1, 0, want)
+    assert decode_hopper.fits(qkv, heads, kv, step, 128, 0)
     for cache, shape in zip(caches[1:], SHAPES, strict=True):
         found = decode_hopper.run(qkv, heads, cache, step, 0.1, cos_sin, quantize, decode_hopper.Shape(*shape))
         if quantize:
@@ -286,6 +287,8 @@ def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: i
             assert torch.equal(found.scale[kept], rows.scale[kept])
         else:
             assert torch.equal(found[kept], want[kept])
+            seen = decode_hopper.run(q, heads, cache, step, 0.1, None, False, decode_hopper.Shape(*shape))
+            assert torch.equal(seen, want)
         for one, other in zip(copies[0].values(), vars_of(cache), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

@@ -25,21 +25,9 @@ def draws_of(rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, 
 
     keys = torch.from_numpy(random_keys(np.arange(first, first + rows).astype(np.uint64), np.arange(rows))).cuda()
     slots = torch.arange(rows, device="cuda")
-    return Draws(
-        slots,
-        full(temperature),
-        full(float(top_k)).long(),
-        full(top_p),
-        full(min_p),
-        full(1.0),
-        full(0.0),
-        full(0.0),
-        keys,
-        temperature > 0,
-        top_k > 0 or top_p < 1,
-        None,
-        None,
-    )
+    penalties = full(1.0), full(0.0), full(0.0)
+    return Draws(slots, full(temperature), full(float(top_k)).long(), full(top_p), full(min_p), *penalties, keys,
+                 temperature > 0, top_k > 0 or top_p < 1, None, None)  # fmt: skip
 
 
 def repeated(draws: Draws, times: int) -> Draws:
@@ -60,23 +48,10 @@ def drawn(logits: Tensor, draws: Draws) -> Tensor:
 
 
 @pytest.mark.parametrize("vocab", [5, 300, 4096, 4097, 32000, 151936])
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        (1.0,),
-        (0.7,),
-        (1e-6,),
-        (1e-45,),
-        (100.0,),
-        (1.0, 0, 1.0, 0.05),
-        (0.8, 1),
-        (0.8, 40),
-        (1.0, 0, 0.9),
-        (1.5, 50, 0.8, 0.01),
-        (1.0, 0, 1e-9),
-        (0.0, 5),
-    ],
-)
+@pytest.mark.parametrize("parameters", [
+    (1.0,), (0.7,), (1e-6,), (1e-45,), (100.0,), (1.0, 0, 1.0, 0.05), (0.8, 1), (0.8, 40), (1.0, 0, 0.9), (1.5, 50, 0.8, 0.01),
+    (1.0, 0, 1e-9), (0.0, 5),
+])  # fmt: skip
 def test_tokens_are_those_of_the_same_draws_on_a_cpu(vocab: int, parameters: tuple[float, ...]) -> None:
     """Logits of 8 bits: many are equal. Rounding may move the border of top-p or a tie, in one row of many."""
     logits = (

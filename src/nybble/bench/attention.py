@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nybble.bench.timing import interleave
+from nybble.bench.timing import Timing, interleave
 from nybble.kernels import attention_triton as at
 from nybble.kernels import decode_hopper, reference, sample_hopper
 from nybble.kernels.attention_triton import Tiles
 from nybble.kernels.registry import ops_for
 from nybble.kernels.types import LayerKV, Step
 
-PEAK = 4.3e12
+COPY_GB_S = 4300
 BLOCK = 64
 KINDS = ("bf16", "int8", "fp8", "int4")
 DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
@@ -55,6 +55,25 @@ PROMPT = {
     "8k dim 256": (8192, 8192, 8, 4, 256),
 }
 Emit = Callable[[dict[str, Any]], None]
+
+
+def tell(emit: Emit, bench: str, timing: Timing, size: float = 0.0, operations: float = 0.0, error: float | None = None,
+         **what: Any) -> None:
+    """A line to read and a JSON line. size: bytes of a call; error: relative, of what it gave."""
+    line = f"{bench:10} {' '.join(f'{x:13}' for x in what.values())} {timing.us:9.2f} us"
+    facts = {"bench": bench, **what, "us": timing.us, "us_min": timing.us_min}
+    if size:
+        facts["gb_s"] = size / timing.us / 1e3
+        facts["share_of_copy"] = facts["gb_s"] / COPY_GB_S
+        line += f" {facts['gb_s']:6.0f} GB/s {facts['share_of_copy']:6.1%}"
+    if operations:
+        facts["tflops"] = operations / timing.us / 1e6
+        line += f" {facts['tflops']:5.0f} TFLOP/s"
+    if error is not None:
+        facts["relerr"] = error
+        line += f" err {error:.1e}{'' if error < 1e-2 else '  WRONG'}"
+    print(line, flush=True)
+    emit(facts)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -95,16 +114,9 @@ def make_step(rows: int, context: int, new: int, decode: bool) -> Step:
                 rows if decode else 0, 0 if decode else new, per * BLOCK, None)
 
 
-def sweep_tiles(sweep: bool, context: int) -> list[tuple[Tiles | None, int | None]]:
-    """(tiles, programs that share a row)."""
-    if not sweep:
-        return [(None, None)]
-    return [(tiles, programs) for tile, warps, stages in ((32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3))
-            for split, levels in ((64, 4), (128, 3), (128, 4), (256, 2)) for tiles in (Tiles(tile, warps, stages, split, levels),)
-            for programs in (None, at.split_count(context, tiles))]
-
-
 def bench_decode(some: int | None, sweep: bool, emit: Emit) -> None:
+    cuts = [Tiles(tile, warps, stages, split, levels) for tile, warps, stages in ((32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3))
+            for split, levels in ((64, 4), (128, 3), (128, 4), (256, 2))]
     for name, (rows, context, heads, kv_heads, dim) in list(DECODE.items())[:some]:
         step = make_step(rows, context, 1, True)
         q, scale = random(rows, heads, dim), dim**-0.5
@@ -116,9 +128,11 @@ def bench_decode(some: int | None, sweep: bool, emit: Emit) -> None:
             size = cache_bytes(kv, rows * context)
             kvs = [kv, *(dataclasses.replace(kv, k=kv.k.clone(), v=kv.v.clone()) for _ in range(min(15, int(4e8 / size))))]
             want = reference.attention(q[:1].float(), kv, first, scale, 0)
-            for tiles, programs in sweep_tiles(sweep, context):
+            sweeps = [(tiles, programs) for tiles in cuts for programs in (None, at.split_count(context, tiles))]
+            for tiles, programs in sweeps if sweep else [(None, None)]:
                 out = torch.full_like(q, float("nan"))
-                call = lambda kv: at.decode(q, kv, step, scale, 0, out, tiles, programs)  # noqa: E731
+                call = lambda kv: (at.decode(q, kv, step, scale, 0, out, tiles, programs) if sweep  # noqa: E731
+                                   else at.attention(q, kv, step, scale, 0, out))
                 try:
                     call(kv)
                 except (ValueError, RuntimeError) as problem:
@@ -126,11 +140,8 @@ def bench_decode(some: int | None, sweep: bool, emit: Emit) -> None:
                     continue
                 error = ((out[:1].float() - want).norm() / want.norm()).item()
                 timing = interleave({"": [lambda kv=kv: call(kv) for kv in kvs]})[""]
-                print(f"{name:15} {kind:5} {timing.us:8.1f} us {size / timing.us / 1e3:6.0f} GB/s {size / timing.us / 1e-6 / PEAK:6.1%}"
-                      f" err {error:.1e} {tiles or ''} {programs or ''}{'' if error < 1e-2 else '  WRONG'}", flush=True)
-                emit({"bench": "attention", "shape": name, "kv": kind, "us": timing.us, "us_min": timing.us_min,
-                      "gb_s": size / timing.us / 1e3, "share_of_copy": size / timing.us / 1e-6 / PEAK, "relerr": error,
-                      "programs": programs, **(dataclasses.asdict(tiles) if tiles else {})})
+                tell(emit, "attention", timing, size, error=error, shape=name, kv=kind,
+                     **({} if tiles is None else {**dataclasses.asdict(tiles), "programs": programs or "default"}))
 
 
 def torch_attention(new: int, context: int, heads: int, kv_heads: int, dim: int) -> dict[str, list[Callable[[], Any]]]:
@@ -168,11 +179,7 @@ def bench_prompt(some: int | None, emit: Emit) -> None:
             want = reference.attention(q[-64:].float(), kv, last, scale, 0)
             errors[kind] = ((out[-64:].float() - want).norm() / want.norm()).item()
         for key, timing in interleave(calls, 5).items():
-            error = errors.get(key)
-            print(f"{name:12} {key:12} {timing.us:9.1f} us {flops / timing.us / 1e6:5.0f} TFLOP/s"
-                  + ("" if error is None else f" err {error:.1e}{'' if error < 1e-2 else '  WRONG'}"), flush=True)
-            emit({"bench": "prompt", "shape": name, "kv": key, "us": timing.us, "us_min": timing.us_min,
-                  "tflops": flops / timing.us / 1e6, "relerr": error})
+            tell(emit, "prompt", timing, operations=flops, error=errors.get(key), shape=name, kv=key)
 
 
 def bench_fused(emit: Emit) -> None:
@@ -181,10 +188,7 @@ def bench_fused(emit: Emit) -> None:
     weight = random(hidden)
 
     def report(op: str, rows: int, size: int, calls: list[Callable[[], Any]]) -> None:
-        timing = interleave({"": calls})[""]
-        print(f"{op:26} M {rows:5}: {timing.us:7.2f} us {size / timing.us / 1e3:6.0f} GB/s"
-              f" {size / timing.us / 1e-6 / PEAK:6.1%}", flush=True)
-        emit({"bench": "fused", "op": op, "M": rows, "us": timing.us, "us_min": timing.us_min, "gb_s": size / timing.us / 1e3})
+        tell(emit, "fused", interleave({"": calls})[""], size, op=op, M=rows)
 
     for rows in (1, 16, 64, 128, 1024, 4096):
         copies = lambda width: range(min(64, max(1, 300_000_000 // (rows * width))))  # noqa: E731, B023
@@ -234,8 +238,7 @@ def bench_at_once(emit: Emit) -> None:
             calls = {"three ops": [lambda kv=kv: three(kv) for kv in kvs],
                      "at once": [lambda kv=kv: decode_hopper.run(qkv, heads, kv, step, dim**-0.5, cos_sin, True) for kv in kvs]}
             for name, timing in interleave(calls).items():
-                print(f"generated tokens, {rows} rows of {context}, {kind}, {name}: {timing.us:.2f} us", flush=True)
-                emit({"bench": "at once", "rows": rows, "context": context, "kv": kind, "how": name, "us": timing.us})
+                tell(emit, "at once", timing, rows=rows, context=context, kv=kind, how=name)
 
 
 def main() -> None:

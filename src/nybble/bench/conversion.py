@@ -76,12 +76,8 @@ def convert(words, scales, out, ASM: tl.constexpr, COUNT: tl.constexpr, LOOPS: t
 
 def instructions(method: str, target: str) -> float:
     """SASS instructions per conversion of eight weights, the loop's own arithmetic taken off."""
-
-    def growth(name: str) -> float:
-        few, many = (_count(METHODS[name][0], count, target) for count in (1, 9))
-        return (many - few) / 8
-
-    return growth(method) - growth("nothing")
+    few, many, idle, idle_many = (_count(METHODS[name][0], count, target) for name in (method, "nothing") for count in (1, 9))
+    return (many - few - (idle_many - idle)) / 8
 
 
 def _count(assembly: str, count: int, target: str) -> int:

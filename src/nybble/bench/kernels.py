@@ -6,22 +6,24 @@ batch and prints the rows that `kernels.linear_triton.TILES` should hold. Nothin
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import cyclopts
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,32 +45,28 @@ MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
 }
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 # Names of figures. Weights on an int8 grid by float16 scales are QQQ's, by whole scales Nybble's own.
-FORMS = SCHEMES | {"w4a8_whole_g128": SCHEMES["w4a8_qqq_g128"]}
+FORMS = {name: one for name, one in SCHEMES.items() if one.weight} | {"w4a8_whole_g128": SCHEMES["w4a8_qqq_g128"]}
 SWEPT = dict.fromkeys(FORMS, "int8") | {"w4a8": "int4", "w4a8_g128": "group", "w4a16_g128": "float4"}
 FAMILIES = {"triton": linear_triton, "hopper": linear_hopper}
-RESULTS = "bench/results/h200.jsonl"
+Report = Callable[[str], object]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the roofline assumes: bytes per second that a copy reaches, dense int8 and bf16 operations per second."""
-
-    bytes_per_s: float
-    int8_per_s: float
-    bf16_per_s: float
+# What the roofline assumes of an H200: bytes per second that a copy reaches, dense int8 and bf16 operations per second.
+BYTES_PER_S, INT8_PER_S, BF16_PER_S = 4.3e12, 1500e12, 790e12
 
 
-H200 = Machine(4.3e12, 1500e12, 790e12)
+def bytes_moved(scheme: str, n: int, k: int, tokens: int) -> float:
+    """Weights with their group scales, inputs and bf16 outputs, each once. scheme: a key of FORMS, or 16 bits."""
+    form = FORMS.get(scheme)
+    bits = 16.0 if form is None else form.weight.num.bits + (16 / form.weight.group if form.weight.group else 0)
+    return n * k * bits / 8 + tokens * k * (2 if form is None or form.act is None else 1) + 2 * tokens * n
 
 
-def floor_us(scheme: str, n: int, k: int, tokens: int, machine: Machine = H200) -> float:
+def floor_us(scheme: str, n: int, k: int, tokens: int) -> float:
     """The larger of moving every byte once and doing every operation at the machine's rate."""
-    spec = FORMS[scheme].weight if scheme in FORMS else None
-    wide = spec is None or FORMS[scheme].act is None
-    bits = 16.0 if spec is None else spec.num.bits + (16 / spec.group if spec.group else 0)
-    moved = n * k * bits / 8 + tokens * k * (2 if wide else 1) + 2 * tokens * n
-    rate = machine.bf16_per_s if wide else machine.int8_per_s
-    return max(moved / machine.bytes_per_s, 2.0 * tokens * n * k / rate) * 1e6
+    wide = scheme not in FORMS or FORMS[scheme].act is None
+    computing_s = 2.0 * tokens * n * k / (BF16_PER_S if wide else INT8_PER_S)
+    return max(bytes_moved(scheme, n, k, tokens) / BYTES_PER_S, computing_s) * 1e6
 
 
 # ---- what is timed ------------------------------------------------------------------------------------------------
@@ -131,30 +129,24 @@ def same_alone(kernel: LinearKernel, packed: Any, x: Rows | Tensor) -> bool:
 
 def copies_of(packed: Any, count: int) -> list[Any]:
     """The same packed weight `count` times in different memory. Works on any frozen dataclass of tensors."""
-    fresh = lambda v: v.clone() if isinstance(v, Tensor) else v  # noqa: E731
-    return [packed, *(replace(packed, **{f: fresh(getattr(packed, f)) for f in packed.__dataclass_fields__})
-                      for _ in range(count - 1))]  # fmt: skip
+    tensors = {name: value for name, value in vars(packed).items() if isinstance(value, Tensor)}
+    return [packed, *(replace(packed, **{name: t.clone() for name, t in tensors.items()}) for _ in range(count - 1))]
 
 
 def tensor_bytes(packed: Any) -> int:
-    fields = (getattr(packed, f) for f in packed.__dataclass_fields__)
-    return sum(f.numel() * f.element_size() for f in fields if isinstance(f, Tensor))
+    return sum(value.numel() * value.element_size() for value in vars(packed).values() if isinstance(value, Tensor))
 
 
 def peer_calls(n: int, k: int, tokens: int, device: torch.device) -> dict[str, list[Call]]:
     """cuBLAS through torch: bf16, FP8 with one scale a tensor, raw int8 (no scales at all)."""
     wide = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
-    calls: dict[str, list[Call]] = {}
-    count = copies_beyond_cache(2 * n * k, device)
-    calls["torch bf16"] = [partial(F.linear, x, wide.clone()) for _ in range(count)]
-    count, one = copies_beyond_cache(n * k, device), torch.ones(1, device=device)
-    x8 = x.to(torch.float8_e4m3fn)
-    eight = [wide.to(torch.float8_e4m3fn) for _ in range(count)]
-    multiply = torch._scaled_mm
-    calls["torch fp8"] = [
-        lambda w=w: multiply(x8, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True) for w in eight
-    ]
+    count, one, x8 = copies_beyond_cache(n * k, device), torch.ones(1, device=device), x.to(torch.float8_e4m3fn)
+    fp8 = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    calls: dict[str, list[Call]] = {
+        "torch bf16": [partial(F.linear, x, wide.clone()) for _ in range(copies_beyond_cache(2 * n * k, device))],
+        "torch fp8": [partial(fp8, x8, wide.to(torch.float8_e4m3fn).t()) for _ in range(count)],
+    }
     if tokens > 16:
         xi = torch.randint(-127, 128, (tokens, k), dtype=torch.int8, device=device)
         integers = [torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device) for _ in range(count)]
@@ -202,34 +194,30 @@ def timed_alone(calls: Sequence[Call], replays: int = 5, least_us: float = 800.0
 # ---- the table ----------------------------------------------------------------------------------------------------
 
 
-def run(
-    schemes: Sequence[str] = ("w4a8", "w4a8_whole_g128", "w4a8_qqq_g128", "w8a8", "w4a16_g128"),
-    model: str = "llama-2-13b",
-    tokens: Sequence[int] = TOKENS,
-    every_kernel: bool = False,
-    budget_s: float = 300.0,
-    results: str | None = RESULTS,
-    plot: str | None = None,
-    report: Callable[[str], object] = print,
-) -> list[dict[str, Any]]:
+def run(schemes: Sequence[str], model: str = "llama-2-13b", tokens: Sequence[int] = TOKENS, every_kernel: bool = False,
+        budget_s: float = 300.0, results: Path | None = None, plot: Path | None = None,
+        report: Report = print) -> list[dict[str, Any]]:
     """Check and time each scheme's chosen kernel (with `every_kernel` all) beside cuBLAS and, if installed, humming.
 
     Stops starting new work when `budget_s` is spent; what failed is reported and left out. -> the JSON objects.
     """
     device, deadline = torch.device("cuda"), time.monotonic() + budget_s
+    about = {"bench": "gemm", "device": torch.cuda.get_device_name(), "commit": _commit(), "date": time.strftime("%Y-%m-%d"),
+             "torch": torch.__version__, "command": shlex.join(["nybble", *sys.argv[1:]]), "model": model}
     records: list[dict[str, Any]] = []
     wrong: set[str] = set()
     table: dict[int, dict[str, dict[str, float]]] = {m: {} for m in tokens}
-    report(
-        f"{torch.cuda.get_device_name()}  torch {torch.__version__}  {model}  us per call; (wrong) failed its check somewhere"
-    )
+    report(f"{about['device']}  torch {about['torch']}  {model}  us per call; (wrong) failed its check somewhere")
     for layer, n, k in MODELS[model]:
-        weights = {scheme: _weights(scheme, n, k, every_kernel, report) for scheme in schemes}
+        weights = [found for scheme in schemes for found in _weights(scheme, n, k, every_kernel, report)]
         for m in tokens:
             if time.monotonic() > deadline:
                 report(f"budget of {budget_s:.0f} s spent before {layer} M={m}")
                 break
             calls, errors, failed = _calls(weights, n, k, m, device, report)
+            for scheme in schemes:
+                with reported(report, f"humming {scheme} N={n} K={k} M={m}"):
+                    calls |= humming_calls(scheme, n, k, m, device)
             wrong |= failed
             timings = _time_all(calls, report)
             peers = {name: round(t.us, 2) for name, t in timings.items() if name not in errors}
@@ -237,133 +225,110 @@ def run(
                 table[m].setdefault(name, {})[layer] = timing.us
                 if name in errors and name not in wrong:
                     scheme, kernel = name.split(" | ")
-                    records.append(_record(model, layer, scheme, kernel, n, k, m, timing, errors[name], peers))
+                    moved = n * k * FORMS[scheme].weight.num.bits / 8
+                    records.append(about | {
+                        "layer": layer, "scheme": scheme.replace("_", "-"), "kernel": kernel, "N": n, "K": k, "M": m,
+                        "us": round(timing.us, 2), "us_min": round(timing.us_min, 2), "spread": round(timing.spread, 3),
+                        "relerr": errors[name], "tflops": round(2e-6 * n * k * m / timing.us, 1),
+                        "gb_s": round(moved / timing.us * 1e-3, 1),
+                        "share_of_floor": round(floor_us(scheme, n, k, m) / timing.us, 3), "peers": peers})
             del calls
         del weights
         torch.cuda.empty_cache()
     for m in tokens:
         report(_format(m, table[m], MODELS[model], wrong))
-    _append(results, records)
+    if results is not None and records:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        with results.open("a", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(record) + "\n" for record in records)
     if plot is not None and records:
-        Path(plot).write_text(roofline(records, model))
+        plot.write_text(roofline(records, model), encoding="utf-8")
     return records
 
 
-def roofline(records: Sequence[dict[str, Any]], model: str) -> str:
-    """The records of `run` under the roof of an H200, as SVG."""
-    points = [
-        Point(f"{r['layer']} M={r['M']}", r["scheme"], 2.0 * r["M"] * r["N"] * r["K"],
-              r["N"] * r["K"] * FORMS[r["scheme"].replace("-", "_")].weight.num.bits / 8 + r["M"] * (r["K"] + 2 * r["N"]),
-              r["us"], "bf16" if "a16" in r["scheme"] else "int8")
-        for r in records
-    ]  # fmt: skip
-    return roofline_svg(points, H200.bytes_per_s, {"int8": H200.int8_per_s, "bf16": H200.bf16_per_s}, f"Linears of {model}")
-
-
-def _weights(scheme: str, n: int, k: int, every: bool, report: Callable) -> list[tuple[LinearKernel, QTensor, list[Any]]]:
-    device = torch.device("cuda")
-    shape = LinearShape(FORMS[scheme], n, k, device, torch.bfloat16)
-    kernels = kernels_for(shape)
-    out = []
-    for kernel in kernels if every else kernels[:1]:
-        try:
-            weight = random_weight(scheme, n, k, device)
-            packed = kernel.pack(weight, shape)
-            out.append((kernel, weight, copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))))
-        except Exception as error:
-            report(f"  {scheme} | {kernel.name} N={n} K={k}: {_short(error)}")
-    return out
-
-
-def _calls(
-    weights: dict, n: int, k: int, m: int, device: torch.device, report: Callable
-) -> tuple[dict, dict[str, float], set[str]]:
-    """-> (calls per kernel and peer, relative error per kernel, the kernels that failed: too far off or not the same alone)."""
-    calls: dict[str, list[Call]] = {}
-    errors: dict[str, float] = {}
-    wrong: set[str] = set()
-    for scheme, entries in weights.items():
-        for kernel, weight, copies in entries:
-            name = f"{scheme} | {kernel.name}"
-            try:
-                x = random_input(scheme, m, k, device)
-                errors[name] = relative_error(kernel, copies[0], weight, x)
-                alone = same_alone(kernel, copies[0], x)
-                if not alone or not errors[name] < max(4e-3, FORMS[scheme].tol):
-                    wrong.add(name)
-                    report(f"  {name} N={n} K={k} M={m}: relative error {errors[name]:.1e}, same bits alone: {alone}")
-                calls[name] = [partial(kernel.run, p, x) for p in copies]
-            except Exception as problem:
-                report(f"  {name} N={n} K={k} M={m}: {_short(problem)}")
+@contextmanager
+def reported(report: Report, what: str) -> Iterator[None]:
+    """An error is said and left behind: one kernel that fails must not hide the others."""
     try:
-        calls |= peer_calls(n, k, m, device)
-        for scheme in weights:
-            calls |= humming_calls(scheme, n, k, m, device)
+        yield
     except Exception as problem:
-        report(f"  peers N={n} K={k} M={m}: {_short(problem)}")
-    return calls, errors, wrong
-
-
-def _time_all(calls: dict[str, list[Call]], report: Callable) -> dict[str, Timing]:
-    working = {}
-    for name, rotation in calls.items():
-        try:
-            rotation[0]()
-            torch.cuda.synchronize()
-            working[name] = rotation
-        except Exception as problem:
-            report(f"  {name}: {_short(problem)}")
-    return interleave(working, replays=7, least_us=1000.0)
+        report(f"  {what}: {_short(problem)}")
 
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:160]}".replace("\n", " ")
 
 
+def roofline(records: Sequence[dict[str, Any]], model: str) -> str:
+    """The records of `run` under the roof of an H200, as SVG."""
+    points = [Point(f"{r['layer']} M={r['M']}", r["scheme"], 2.0 * r["M"] * r["N"] * r["K"],
+                    bytes_moved(r["scheme"].replace("-", "_"), r["N"], r["K"], r["M"]), r["us"],
+                    "bf16" if "a16" in r["scheme"] else "int8") for r in records]
+    return roofline_svg(points, BYTES_PER_S, {"int8": INT8_PER_S, "bf16": BF16_PER_S}, f"Linears of {model}")
+
+
+def _weights(scheme: str, n: int, k: int, every: bool, report: Report) -> list[tuple[str, LinearKernel, QTensor, list[Any]]]:
+    """(scheme, kernel, weight, packed copies) of the chosen kernel, or of every one."""
+    device, out = torch.device("cuda"), []
+    shape = LinearShape(FORMS[scheme], n, k, device, torch.bfloat16)
+    for kernel in kernels_for(shape)[: None if every else 1]:
+        with reported(report, f"{scheme} | {kernel.name} N={n} K={k}"):
+            weight = random_weight(scheme, n, k, device)
+            packed = kernel.pack(weight, shape)
+            out.append((scheme, kernel, weight, copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))))
+    return out
+
+
+def _calls(weights: Sequence[tuple[str, LinearKernel, QTensor, list[Any]]], n: int, k: int, m: int, device: torch.device,
+           report: Report) -> tuple[dict[str, list[Call]], dict[str, float], set[str]]:
+    """-> (calls per kernel and peer, relative error per kernel, the kernels that failed: too far off or not the same alone)."""
+    calls: dict[str, list[Call]] = {}
+    errors: dict[str, float] = {}
+    wrong: set[str] = set()
+    for scheme, kernel, weight, copies in weights:
+        name = f"{scheme} | {kernel.name}"
+        with reported(report, f"{name} N={n} K={k} M={m}"):
+            x = random_input(scheme, m, k, device)
+            errors[name] = relative_error(kernel, copies[0], weight, x)
+            alone = same_alone(kernel, copies[0], x)
+            if not alone or not errors[name] < max(4e-3, FORMS[scheme].tol):
+                wrong.add(name)
+                report(f"  {name} N={n} K={k} M={m}: relative error {errors[name]:.1e}, same bits alone: {alone}")
+            calls[name] = [partial(kernel.run, p, x) for p in copies]
+    with reported(report, f"cuBLAS N={n} K={k} M={m}"):
+        calls |= peer_calls(n, k, m, device)
+    return calls, errors, wrong
+
+
+def _time_all(calls: dict[str, list[Call]], report: Report) -> dict[str, Timing]:
+    working = {}
+    for name, rotation in calls.items():
+        with reported(report, name):
+            rotation[0]()
+            torch.cuda.synchronize()
+            working[name] = rotation
+    return interleave(working, replays=7, least_us=1000.0)
+
+
 def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[str, int, int]], wrong: set[str]) -> str:
-    lines = [
-        f"M={m:<6}{'':34}" + "".join(f"{layer:>10}" for layer, _, _ in layers) + f"{'sum':>10}{'floor':>8}{'of floor':>10}"
-    ]
+    columns = "".join(f"{layer:>10}" for layer, _, _ in layers)
+    lines = [f"M={m:<6}{'':34}{columns}{'sum':>10}{'floor':>8}{'of floor':>10}"]
     for name, times in rows.items():
         cells = "".join(f"{times[layer]:10.1f}" if layer in times else f"{'-':>10}" for layer, _, _ in layers)
         line = f"  {name + (' (wrong)' if name in wrong else ''):<40}{cells}"
         if len(times) == len(layers):
             scheme = {"torch fp8": "w8a8", "torch int8 raw": "w8a8"}.get(name, name.removeprefix("humming ").split(" | ")[0])
-            least = sum(floor_us(scheme, n, k, m) for _, n, k in layers)
-            total = sum(times.values())
+            least, total = sum(floor_us(scheme, n, k, m) for _, n, k in layers), sum(times.values())
             line += f"{total:10.1f}{least:8.1f}{least / total:10.2f}"
         lines.append(line)
     return "\n".join(lines)
 
 
-def _record(model: str, layer: str, scheme: str, kernel: str, n: int, k: int, m: int, timing: Timing, error: float,
-            peers: dict[str, float]) -> dict[str, Any]:  # fmt: skip
-    moved = n * k * (FORMS[scheme].weight.num.bits / 8)
-    return {
-        "bench": "gemm", "device": torch.cuda.get_device_name(), "commit": _commit(), "date": time.strftime("%Y-%m-%d"),
-        "model": model, "layer": layer, "scheme": scheme.replace("_", "-"), "kernel": kernel, "N": n, "K": k, "M": m,
-        "us": round(timing.us, 2), "us_min": round(timing.us_min, 2), "spread": round(timing.spread, 3),
-        "relerr": error, "tflops": round(2e-6 * n * k * m / timing.us, 1), "gb_s": round(moved / timing.us * 1e-3, 1),
-        "share_of_floor": round(floor_us(scheme, n, k, m) / timing.us, 3), "peers": peers,
-        "torch": torch.__version__, "command": " ".join(["python -m nybble.bench.kernels", *sys.argv[1:]]),
-    }  # fmt: skip
-
-
 def _commit() -> str:
     try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _append(path: str | None, records: Sequence[dict[str, Any]]) -> None:
-    if path is None or not records:
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(record) + "\n" for record in records)
 
 
 # ---- the sweep ----------------------------------------------------------------------------------------------------
@@ -434,14 +399,8 @@ def _try_tile(family: str, scheme: str, tile: Any) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(
-    schemes: Sequence[str] = ("w4a8", "w4a8_g128"),
-    model: str = "llama-2-13b",
-    tokens: Sequence[int] = TOKENS[1:],
-    family: str = "triton",
-    budget_s: float = 400.0,
-    report: Callable[[str], object] = print,
-) -> None:
+def sweep(schemes: Sequence[str], model: str = "llama-2-13b", tokens: Sequence[int] = TOKENS[1:], family: str = "triton",
+          budget_s: float = 400.0, report: Report = print) -> None:
     """The fastest tiles per shape and batch, and the rows for `TILES`. Tiles compile in parallel before anything is timed."""
     device, deadline = torch.device("cuda"), time.monotonic() + budget_s
     candidates = {
@@ -474,13 +433,11 @@ def sweep(
             report(f"{scheme} {layer} N={n} K={k} M={m} floor {least:.1f} relerr {error:.0e} tried {len(found)}: {shown}")
             best[scheme, m, n, k] = found[0][1]
         del copies, packed, weight
-    for scheme, m in itertools.product(schemes, tokens):
-        total = {(n, k): best[scheme, m, n, k] for _, n, k in MODELS[model] if (scheme, m, n, k) in best}
-        for (n, k), tile in sorted(total.items()):
-            report(f"        {Row(SWEPT[scheme], m, n, k, tile) if family == 'triton' else (m, n, k, tile)},")
+    for (scheme, m, n, k), tile in sorted(best.items()):
+        report(f"        {Row(SWEPT[scheme], m, n, tile) if family == 'triton' else (m, n, k, tile)},")
 
 
-def _compile_all(family: str, wanted: set[tuple[str, Any]], deadline: float, report: Callable) -> set[tuple[str, Any]]:
+def _compile_all(family: str, wanted: set[tuple[str, Any]], deadline: float, report: Report) -> set[tuple[str, Any]]:
     """Compile and try every tile in worker processes; one that hangs is given up after 45 s and its process killed."""
     start, usable, failures = time.monotonic(), set(), []
     pool = ProcessPoolExecutor(12, mp_context=get_context("spawn"))
@@ -501,54 +458,56 @@ def _compile_all(family: str, wanted: set[tuple[str, Any]], deadline: float, rep
     return usable
 
 
-def _rotation(kernel: LinearKernel, copies: Sequence[Any], tile: Any, x: Rows | Tensor) -> list[Call]:
-    return [partial(kernel.run, replace(packed, tile=tile), x) for packed in copies]
-
-
-def _sweep_one(
-    kernel: LinearKernel, copies: Sequence[Any], x: Rows | Tensor, tiles: Sequence[Any], deadline: float
-) -> list[tuple[float, Any]]:
+def _sweep_one(kernel: LinearKernel, copies: Sequence[Any], x: Rows | Tensor, tiles: Sequence[Any],
+               deadline: float) -> list[tuple[float, Any]]:
     """(microseconds, tile), fastest first; the five best are timed again in turns."""
+
+    def rotation(tile: Any) -> list[Call]:
+        return [partial(kernel.run, replace(packed, tile=tile), x) for packed in copies]
+
     found = []
     for tile in tiles:
         if time.monotonic() > deadline:
             break
         try:
-            timing = timed_alone(_rotation(kernel, copies, tile, x), replays=3, least_us=300.0)
-            found.append((timing.us, tile))
+            found.append((timed_alone(rotation(tile), replays=3, least_us=300.0).us, tile))
         except Exception:  # a tile this shape cannot take; the others still count
             torch.cuda.synchronize()
     found.sort(key=lambda item: item[0])
     close = [tile for _, tile in found[:5]]
     if close:
-        again = interleave({str(i): _rotation(kernel, copies, tile, x) for i, tile in enumerate(close)}, replays=7)
+        again = interleave({str(i): rotation(tile) for i, tile in enumerate(close)}, replays=7)
         found[: len(close)] = sorted((again[str(i)].us, tile) for i, tile in enumerate(close))
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m nybble.bench.kernels", description=__doc__)
-    parser.add_argument("--sweep", "--tune", action="store_true", help="try tiles, print the best as rows for TILES")
-    parser.add_argument("--schemes", default=None, help=f"comma-separated, of {', '.join(FORMS)}")
-    parser.add_argument("--family", default="triton", choices=FAMILIES, help="whose tiles to sweep")
-    parser.add_argument("--model", default="llama-2-13b", choices=MODELS)
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--every-kernel", action="store_true", help="time all kernels that accept, not the chosen one alone")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds")
-    parser.add_argument("--results", default=RESULTS)
-    parser.add_argument("--plot", default=None, help="SVG of the roofline")
-    options = parser.parse_args(arguments)
+def command(*, schemes: str | None = None, model: Literal[tuple(MODELS)] = "llama-2-13b",
+            tokens: str = ",".join(map(str, TOKENS)),
+            every_kernel: Annotated[bool, cyclopts.Parameter(negative=())] = False,
+            results: Path | None = Path("bench/results/h200.jsonl"), plot: Path | None = None,
+            budget: Annotated[float, cyclopts.Parameter(help="Seconds.")] = 300.0,
+            sweep_tiles: Annotated[bool, cyclopts.Parameter(name=["--sweep", "--tune"], negative=())] = False,
+            family: Literal[tuple(FAMILIES)] = "triton") -> None:
+    """Linear kernels beside cuBLAS on this GPU: correctness and time in one run.
+
+    :param schemes: With commas between, of w4a8, w4a8_whole_g128, w4a8_qqq_g128, w8a8, w4a16_g128 (these are the default), fp8
+        and the others of the table of schemes.
+    :param tokens: Rows of the input, with commas between.
+    :param every_kernel: Time all kernels that accept, not the chosen one alone.
+    :param results: Append one JSON line per figure here.
+    :param plot: Write an SVG of the roofline here.
+    :param sweep_tiles: Try tiles, and print the best as rows for TILES.
+    :param family: Whose tiles to sweep.
+    """
+    asked = schemes.split(",") if schemes else ["w4a8", "w4a8_g128"] if sweep_tiles else [
+        "w4a8", "w4a8_whole_g128", "w4a8_qqq_g128", "w8a8", "w4a16_g128"]
+    if unknown := [scheme for scheme in asked if scheme not in FORMS]:
+        raise ValueError(f"--schemes {','.join(unknown)}: wants some of {', '.join(FORMS)}, with commas between")
     if not torch.cuda.is_available():
         raise ValueError(f"torch {torch.__version__} sees no GPU, and kernels are compared on one")
-    flush = lambda text: print(text, flush=True)  # noqa: E731, T201
-    tokens = [int(m) for m in options.tokens.split(",")]
-    schemes = {} if options.schemes is None else {"schemes": options.schemes.split(",")}
-    if options.sweep:
-        sweep(model=options.model, tokens=tokens, family=options.family, budget_s=options.budget, report=flush, **schemes)
+    options: dict[str, Any] = {"model": model, "tokens": [int(m) for m in tokens.split(",")], "budget_s": budget,
+                               "report": partial(print, flush=True)}
+    if sweep_tiles:
+        sweep(asked, family=family, **options)
     else:
-        run(model=options.model, tokens=tokens, every_kernel=options.every_kernel, budget_s=options.budget,
-            results=options.results, plot=options.plot, report=flush, **schemes)  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+        run(asked, every_kernel=every_kernel, results=results, plot=plot, **options)

@@ -1,7 +1,8 @@
 """Throughput of the engine in this process: a fixed set of random requests, at most so many at once, drain included.
 
 The workload is the one peers are measured with: prompt and answer lengths log-normal (sigma 1.0 and 0.7), clipped to 4..1024
-and scaled to exact totals, random token ids, greedy, EOS ignored.
+and scaled to exact totals, random token ids, greedy, EOS ignored. Peers took the requests in order of arrival; a batch call of
+ours (`LLM.generate`) starts the longest answers first, and so does this unless told otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import sys
 import time
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +52,7 @@ def run(
     output_mean: float = 240,
     longest: int = 1024,
     dummy: bool = False,
+    order: str = "longest",
     results: Path | None = None,
     device: str = "auto",
     loaded: Any = None,
@@ -59,9 +62,10 @@ def run(
 
     scheme: of dummy weights (None: w4a8; "w4a8+w8a8" has W8A8 logits), or a label for `loaded`; a checkpoint has its own.
     Raises ValueError.
-    A closed loop: the next request is sent when one has ended. decode_ms_step is the median over steps in which all
-    `concurrency` rows generate, gpu_busy the share of decode steps in which the device works, host_ms_step what the host
-    does per step beside waiting, ttft_p50 the median seconds from a request to its first token.
+    A closed loop: the next request is sent when one has ended. order: "longest" answers first, or "arrival". decode_ms_step
+    is the median over steps in which all `concurrency` rows generate, gpu_busy the share of decode steps in which the device
+    works, host_ms_step what the host does per step beside waiting, ttft_p50 the median seconds from a request to its first
+    token.
     """
     from nybble.engine.config import EngineConfig
     from nybble.engine.core import Engine
@@ -71,6 +75,8 @@ def run(
 
     if requests < 1 or concurrency < 1:
         raise ValueError(f"requests = {requests}, concurrency = {concurrency}: wants 1 or more of each")
+    if order not in ("longest", "arrival"):
+        raise ValueError(f"order = {order!r}: wants longest or arrival")
     if scheme is not None and not dummy and loaded is None:
         raise ValueError(f"scheme = {scheme}: goes with --dummy; {model} is run in the scheme that it was made in")
     scheme = scheme or ("w4a8" if dummy else "")
@@ -100,6 +106,9 @@ def run(
     rng = random.Random(2)
     vocab = engine.runner.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in inputs]
+    wanted = list(zip(prompts, outputs))
+    if order == "longest":
+        wanted.sort(key=itemgetter(1), reverse=True)
 
     def generate(wanted: list[tuple[list[int], int]]) -> tuple[int, list[float], list[float]]:
         """-> tokens, seconds of the steps in which all generate, seconds from each request to its first token."""
@@ -131,7 +140,7 @@ def run(
     # Compile and capture everything once.
     generate([(prompts[i % requests][:WARM_INPUT], WARM_OUTPUT) for i in range(concurrency)])
     before, start = engine.info(), time.perf_counter()
-    generated, steps, firsts = generate(list(zip(prompts, outputs)))
+    generated, steps, firsts = generate(wanted)
     seconds, after = time.perf_counter() - start, engine.info()
     wall_s = after.decode_wall_s - before.decode_wall_s
     assert generated == sum(outputs), (generated, sum(outputs))
@@ -141,6 +150,7 @@ def run(
         "scheme": after.scheme,
         "kv": after.kv,
         "concurrency": concurrency,
+        "order": order,
         "requests": requests,
         "in_tok": sum(inputs),
         "out_tok": generated,
@@ -153,7 +163,8 @@ def run(
         "device": describe(target),
         "command": f"nybble bench offline {model} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "
         f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean} "
-        f"--longest {longest}" + "".join(f" --{name.replace('_', '-')} {value}" for name, value in engine_options.items()),
+        f"--longest {longest} --order {order}"
+        + "".join(f" --{name.replace('_', '-')} {value}" for name, value in engine_options.items()),
     }
     if results is not None:
         with results.open("a") as file:

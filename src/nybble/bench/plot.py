@@ -72,9 +72,9 @@ def roofline_svg(points: Sequence[Point], bandwidth: float, peaks: Mapping[str, 
     return chart_svg([Chart(title, "operations per byte", up, roofs, log_x=True, log_y=True, dots=dots)], "", scale=1.8)
 
 
-def chart_svg(charts: Sequence[Chart], title: str, columns: int = 2, scale: float = 1.0) -> str:
-    """One SVG document with the charts in rows of `columns`."""
-    columns, head = min(columns, len(charts)), 30 if title else 0
+def chart_svg(charts: Sequence[Chart], title: str, scale: float = 1.0) -> str:
+    """One SVG document with the charts in rows of two."""
+    columns, head = min(2, len(charts)), 30 if title else 0
     places = ((n % columns * WIDTH, head + n // columns * HEIGHT) for n in range(len(charts)))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("nybble.bench") / "chart.svg").read_text(encoding="utf-8"))

@@ -159,7 +159,7 @@ async def drive(target: Target, requests: Sequence[Request], sizes: Sequence[Siz
         outcome = run.outcomes[index]
         outcome.sent_s = time.perf_counter()
         try:
-            (await target.exchange(requests[index], timeout_s)).close_record(outcome)
+            (await target.exchange(requests[index], timeout_s, outcome)).close()
         except TimeoutError:
             outcome.error = f"no complete answer in {timeout_s:g} s"
         except OSError as error:
@@ -187,11 +187,12 @@ async def drive(target: Target, requests: Sequence[Request], sizes: Sequence[Siz
     return run
 
 
-async def _lag(out: list[float], every_s: float = 0.02) -> None:
+async def _lag(out: list[float]) -> None:
+    """How late the event loop wakes, fifty times a second."""
     while True:
         before = time.perf_counter()
-        await asyncio.sleep(every_s)
-        out.append(time.perf_counter() - before - every_s)
+        await asyncio.sleep(0.02)
+        out.append(time.perf_counter() - before - 0.02)
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------------
@@ -303,56 +304,51 @@ def plot(results: Sequence[tuple[Load, dict[str, Any], dict[str, np.ndarray]]], 
 # ---- the command -------------------------------------------------------------------------------------------------------
 
 
-def about(text: str) -> Parameter:
-    """What `--help` says of an option."""
-    return Parameter(help=" ".join(text.split()))
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What to measure, as the command line has it."""
 
-    model: Annotated[str | None, about(
-        """Serve this for the run: a checkpoint, or with --dummy a shape (llama-2-13b, llama-3-8b,
-        llama-3-70b).""")] = field(default=None, kw_only=False)
-    url: Annotated[str | None, about("Or measure the server that runs here.")] = None
-    model_name: Annotated[str | None, about("What the server calls its model; default: the first of /v1/models.")] = None
-    api_key: Annotated[str | None, about('Sent as "Authorization: Bearer KEY"; default: OPENAI_API_KEY.')] = None
-    requests: Annotated[int, about("How many, for each load.")] = 1000
-    concurrency: Annotated[str | None, about(
-        "Closed loop: so many requests at once; several with commas make a sweep. Default: 128.")] = None
-    rate: Annotated[str | None, about(
-        "Open loop: so many requests a second whatever the server does; several with commas make a sweep.")] = None
-    burstiness: Annotated[float, about(
-        "Shape of the gamma-distributed gaps of --rate: 1 is Poisson, below 1 is burstier.")] = 1.0
-    trace: Annotated[Path | None, about(
-        "CSV with a column of times: its requests, sent when it says (or under --rate or --concurrency).")] = None
-    speed: Annotated[float, about("Replay the trace so many times faster.")] = 1.0
-    lengths: Annotated[Path | None, about(
-        "CSV of input and output tokens to draw lengths from; default: log-normal with the means below.")] = None
-    columns: Annotated[str | None, about(
-        "The CSV's columns as INPUT,OUTPUT or INPUT,OUTPUT,TIME, where their names are not known ones.")] = None
-    shortest: Annotated[int, about("Fewest tokens of a prompt or answer; rows with fewer are left out.")] = 4
-    longest: Annotated[int, about("Most tokens of a prompt or answer; rows with more are left out.")] = 1024
-    input_mean: Annotated[float, about("Mean prompt length.")] = 248
-    output_mean: Annotated[float, about("Mean answer length.")] = 240
-    text: Annotated[bool, about("Prompts of plain words in place of token ids, for servers that take no ids.")] = False
-    vocabulary: Annotated[int | None, about(
-        "Prompts are drawn from this many ids; default: as MODEL's tokenizer has, with --url or --dummy 32000.")] = None
-    ignore_eos: Annotated[bool, about(
-        "Ask for answers of exactly the wanted length (an extension that OpenAI itself refuses).")] = True
-    slo_ttft_ms: Annotated[float | None, about("For goodput: the first token within this.")] = None
-    slo_tpot_ms: Annotated[float | None, about("For goodput: the mean time per further token within this.")] = None
-    warmup: Annotated[int | None, about("Requests before the measurement; default: the highest concurrency.")] = None
-    timeout: Annotated[float, about("Seconds after which a request counts as failed.")] = 600.0
-    seed: Annotated[int, about("Of lengths, prompts and arrivals.")] = 0
-    dummy: Annotated[bool, about("Serve random weights of that shape, made on the device.")] = False
-    scheme: Annotated[str | None, about("With --dummy the scheme of the weights, else a label for the results.")] = None
-    kv: Annotated[str | None, about("KV cache type of the server started here, else a label for the results.")] = None
-    device: Annotated[str, about("auto, cpu, cuda, cuda:N.")] = "auto"
-    results: Annotated[Path | None, about("Append one JSON line per load here.")] = None
-    plot: Annotated[Path | None, about("Write an SVG here.")] = None
+    model: Annotated[str | None, Parameter(
+        help="Serve this for the run: a checkpoint, or with --dummy a shape (llama-2-13b, llama-3-8b, llama-3-70b)."
+    )] = field(default=None, kw_only=False)
+    url: Annotated[str | None, Parameter(help="Or measure the server that runs here.")] = None
+    model_name: Annotated[str | None, Parameter(help="What the server calls its model; default: first of /v1/models.")] = None
+    api_key: Annotated[str | None, Parameter(help='Sent as "Authorization: Bearer KEY"; default: OPENAI_API_KEY.')] = None
+    requests: Annotated[int, Parameter(help="How many, for each load.")] = 1000
+    concurrency: Annotated[str | None, Parameter(
+        help="Closed loop: so many requests at once; several with commas make a sweep. Default: 128.")] = None
+    rate: Annotated[str | None, Parameter(
+        help="Open loop: so many requests a second whatever the server does; several with commas make a sweep.")] = None
+    burstiness: Annotated[float, Parameter(
+        help="Shape of the gamma-distributed gaps of --rate: 1 is Poisson, below 1 is burstier.")] = 1.0
+    trace: Annotated[Path | None, Parameter(
+        help="CSV with a column of times: its requests, sent when it says (or under --rate or --concurrency).")] = None
+    speed: Annotated[float, Parameter(help="Replay the trace so many times faster.")] = 1.0
+    lengths: Annotated[Path | None, Parameter(
+        help="CSV of input and output tokens to draw lengths from; default: log-normal with the means below.")] = None
+    columns: Annotated[str | None, Parameter(
+        help="The CSV's columns as INPUT,OUTPUT or INPUT,OUTPUT,TIME, where their names are not known ones.")] = None
+    shortest: Annotated[int, Parameter(help="Fewest tokens of a prompt or answer; rows with fewer are left out.")] = 4
+    longest: Annotated[int, Parameter(help="Most tokens of a prompt or answer; rows with more are left out.")] = 1024
+    input_mean: Annotated[float, Parameter(help="Mean prompt length.")] = 248
+    output_mean: Annotated[float, Parameter(help="Mean answer length.")] = 240
+    text: Annotated[bool, Parameter(help="Prompts of plain words in place of token ids, for servers that take no ids.")] = False
+    vocabulary: Annotated[int | None, Parameter(
+        help="Prompts are drawn from this many ids; default: as MODEL's tokenizer has, with --url or --dummy 32000.")] = None
+    ignore_eos: Annotated[bool, Parameter(
+        help="Ask for answers of exactly the wanted length (an extension that OpenAI itself refuses).")] = True
+    slo_ttft_ms: Annotated[float | None, Parameter(help="For goodput: the first token within this.")] = None
+    slo_tpot_ms: Annotated[float | None, Parameter(help="For goodput: the mean time per further token within this.")] = None
+    warmup: Annotated[int | None, Parameter(help="Requests before the measurement; default: the highest concurrency.")] = None
+    timeout: Annotated[float, Parameter(help="Seconds after which a request counts as failed.")] = 600.0
+    seed: Annotated[int, Parameter(help="Of lengths, prompts and arrivals.")] = 0
+    dummy: Annotated[bool, Parameter(help="Serve random weights of that shape, made on the device.")] = False
+    scheme: Annotated[str | None, Parameter(help="With --dummy the scheme of the weights, else a label for results.")] = None
+    kv: Annotated[str | None, Parameter(help="KV cache type of the server started here, else a label for the results.")] = None
+    device: Annotated[str, Parameter(help="auto, cpu, cuda, cuda:N.")] = "auto"
+    results: Annotated[Path | None, Parameter(help="Append one JSON line per load here.")] = None
+    plot: Annotated[Path | None, Parameter(help="Write an SVG here.")] = None
 
     def check(self) -> None:
         """Raises ValueError for a wish that cannot be met."""

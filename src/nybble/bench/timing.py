@@ -18,17 +18,17 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call. `spread` is (90th - 10th percentile) / median over the replays."""
+    """Microseconds per call. `spread` is (90th - 10th percentile) / median over the replays, of fewer than ten all."""
 
     us: float
     us_min: float
     spread: float
 
 
-def copies_beyond_cache(bytes_each: int, device: torch.device, most: int = 64) -> int:
-    """How many copies of an input make a rotation that is 5x the L2 cache; at least two."""
+def copies_beyond_cache(bytes_each: int, device: torch.device) -> int:
+    """How many copies of an input make a rotation that is 5x the L2 cache; 2 to 64."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, min(most, -(-5 * cache // max(bytes_each, 1))))
+    return max(2, min(64, -(-5 * cache // max(bytes_each, 1))))
 
 
 def capture(calls: Sequence[Call], least_calls: int = 1) -> tuple[torch.cuda.CUDAGraph, int]:

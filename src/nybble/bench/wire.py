@@ -82,15 +82,15 @@ class Request(NamedTuple):
 class Exchange(asyncio.Protocol):
     """One HTTP/1.1 request and its answer, plain or as server-sent events, on a connection of its own.
 
-    done: set when the answer is complete or the connection is lost. body: of an answer that is no event stream.
+    outcome: written while the answer comes, and judged by `close`. done: set when the answer is complete or the connection is
+    lost. body: of an answer that is no event stream.
     """
 
-    def __init__(self, request: Request, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._http, self._clock = h11.Connection(h11.CLIENT), clock
+    def __init__(self, request: Request, outcome: Outcome, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._http, self._clock, self.outcome = h11.Connection(h11.CLIENT), clock, outcome
         self._wire = b"".join(map(self._http.send, (request.head, h11.Data(request.body), h11.EndOfMessage())))
-        self.status, self.body, self.complete, self.finished, self.error = 0, bytearray(), False, False, None
-        self.arrivals_s: list[float] = []
-        self.usage: Usage | None = None
+        self.status, self.body, self.complete, self._finished = 0, bytearray(), False, False
+        self._usage: Usage | None = None
         self._is_stream = self._last_is_empty = False
         self.done: asyncio.Future[None] | None = None
 
@@ -103,8 +103,11 @@ class Exchange(asyncio.Protocol):
         with suppress(h11.RemoteProtocolError):
             self._parse(b"")  # some answers end with their connection
         if not self.complete:
-            self.error = self.error or f"the connection was lost: {error or 'closed before the answer was complete'}"
+            self._fail(f"the connection was lost: {error or 'closed before the answer was complete'}")
         self._end()
+
+    def _fail(self, reason: str) -> None:
+        self.outcome.error = self.outcome.error or reason
 
     def _end(self) -> None:
         if self.done is not None and not self.done.done():
@@ -115,10 +118,13 @@ class Exchange(asyncio.Protocol):
         try:
             self._parse(data)
         except h11.RemoteProtocolError as error:
-            self.error = self.error or f"this is no HTTP: {error}"
+            self._fail(f"this is no HTTP: {error}")
             self.transport.close()
         if self._is_stream:
-            self._events(now)
+            *lines, self.body = self.body.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._event(line[5:].strip(), now)
         if self.complete:
             self.transport.close()
             self._end()
@@ -133,49 +139,39 @@ class Exchange(asyncio.Protocol):
                 self.body += event.data
             self.complete = isinstance(event, h11.EndOfMessage)
 
-    def _events(self, now: float) -> None:
-        *lines, self.body = self.body.split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip(), now)
-
     def _event(self, payload: bytearray, now: float) -> None:
         if payload == b"[DONE]":
-            self.finished = True
+            self._finished = True
             return
         try:
             event = decode_event(payload)
         except msgspec.MsgspecError as error:
-            self.error = self.error or f"an event that is not a completion chunk: {error}"
+            self._fail(f"an event that is not a completion chunk: {error}")
             return
         if bytes(event.error) not in (b"", b"null"):
-            self.error = self.error or f"error event: {_message(event.error)}"
+            self._fail(f"error event: {_message(event.error)}")
         if event.choices:
-            self.arrivals_s.append(now)
+            self.outcome.arrivals_s.append(now)
             self._last_is_empty = not event.choices[0].text
-            self.finished = self.finished or event.choices[0].finish_reason is not None  # not every server adds [DONE]
-        if event.usage is not None:
-            self.usage = event.usage
+            self._finished = self._finished or event.choices[0].finish_reason is not None  # not every server adds [DONE]
+        self._usage = event.usage or self._usage
 
-    def close_record(self, outcome: Outcome) -> None:
-        """Write what was seen into the outcome."""
+    def close(self) -> None:
+        """Judge what was seen."""
+        outcome, used = self.outcome, self._usage
         if self.status and self.status != 200:
             outcome.error = f"HTTP {self.status}: {_message(self.body)}"
-        elif self.error is not None:
-            outcome.error = self.error
-        elif not self.finished:
-            outcome.error = "the stream ended before the answer did (no finish_reason, no [DONE])"
-        elif self.usage is None:
-            outcome.error = "the server sent no usage, so its tokens cannot be counted (stream_options.include_usage)"
-        elif not self.arrivals_s:
-            outcome.error = "the server generated nothing"
-        else:
-            outcome.input_tokens, outcome.output_tokens = self.usage.prompt_tokens, self.usage.completion_tokens
-            details = self.usage.prompt_tokens_details
-            outcome.cached_tokens = (details and details.cached_tokens) or 0
-            if self._last_is_empty and len(self.arrivals_s) > self.usage.completion_tokens:
-                self.arrivals_s.pop()  # brought the reason to end and no token
-        outcome.arrivals_s = self.arrivals_s
+        elif not self._finished:
+            self._fail("the stream ended before the answer did (no finish_reason, no [DONE])")
+        elif used is None:
+            self._fail("the server sent no usage, so its tokens cannot be counted (stream_options.include_usage)")
+        elif not outcome.arrivals_s:
+            self._fail("the server generated nothing")
+        if outcome.error is None:
+            outcome.input_tokens, outcome.output_tokens = used.prompt_tokens, used.completion_tokens
+            outcome.cached_tokens = (used.prompt_tokens_details and used.prompt_tokens_details.cached_tokens) or 0
+            if self._last_is_empty and len(outcome.arrivals_s) > used.completion_tokens:
+                outcome.arrivals_s.pop()  # brought the reason to end and no token
 
 
 def _message(body: bytes | bytearray | msgspec.Raw) -> str:
@@ -208,12 +204,13 @@ class Target:
         except h11.LocalProtocolError as error:
             raise ValueError(f"--url {self.url} or the API key cannot go into a request: {error}") from None
 
-    async def exchange(self, request: Request, timeout_s: float) -> Exchange:
+    async def exchange(self, request: Request, timeout_s: float, outcome: Outcome | None = None) -> Exchange:
         """Raises TimeoutError, OSError."""
         parts, secure = urlsplit(self.url), self.url.startswith("https")
         loop, port = asyncio.get_running_loop(), parts.port or (443 if secure else 80)
         async with asyncio.timeout(timeout_s):
-            _, exchange = await loop.create_connection(lambda: Exchange(request), parts.hostname, port, ssl=secure or None)
+            _, exchange = await loop.create_connection(lambda: Exchange(request, outcome or Outcome(0)), parts.hostname, port,
+                                                       ssl=secure or None)
             try:
                 await exchange.done
             finally:

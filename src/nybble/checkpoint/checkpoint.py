@@ -11,9 +11,10 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ READERS: dict[str, Callable[[Store, dict[str, Any]], Reading]] = {
 SIDE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 # Buffers that some checkpoints carry and every implementation computes.
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+Result = TypeVar("Result")
 # What arithmetic raises for values of a kind or tensors of a shape that a format never has.
 DOES_NOT_FIT = (TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
 
@@ -83,9 +85,18 @@ class Checkpoint:
         return wanted
 
     @property
+    def num_layers(self) -> int:
+        return held(self.config, "num_hidden_layers", int) or 0
+
+    @property
     def hadamard(self) -> int:
         """Channels of down_proj's input that are turned together before they are multiplied; 0: none are."""
         return self._reading.hadamard
+
+    @property
+    def decoded(self) -> str:
+        """What a GGUF's weights were quantized as before they were decoded to 16 bits: "Q4_K, Q6_K"; empty for others."""
+        return ", ".join(self._reading.decoded)
 
     @property
     def scheme_name(self) -> str:
@@ -163,7 +174,7 @@ class Checkpoint:
         """What a cache of this type multiplies by, per layer; None for types that take no scales. Warns of layers that have
         none, where 1.0 is used, or one that serves both, and of scales that the type does not use. Raises as
         `kv_scales`."""
-        layers = range(self.config.get("num_hidden_layers", 0))
+        layers = range(self.num_layers)
         if kv != "fp8":
             if kv == "fp8_e5m2" and self._scales:
                 warnings.warn("the checkpoint's KV scales are for fp8 (e4m3): fp8_e5m2 does not use them", stacklevel=2)
@@ -184,11 +195,11 @@ class Checkpoint:
 
     def unread(self) -> list[str]:
         """Tensors that nobody asked for. Left out are those with a reason: `ignored`."""
-        if "lm_head.weight" in self._unread and self.config.get("tie_word_embeddings"):
-            embedding = "model.embed_tokens.weight"
-            if self._store.has(embedding) and torch.equal(self._store.tensor(embedding), self._store.tensor("lm_head.weight")):
-                del self._unread["lm_head.weight"]
-                self._ignored["lm_head.weight"] = "equal to the embedding, to which it is tied"
+        head, embedding, store = "lm_head.weight", "model.embed_tokens.weight", self._store
+        tied = self.config.get("tie_word_embeddings") and head in self._unread and store.has(head) and store.has(embedding)
+        if tied and torch.equal(store.tensor(head), store.tensor(embedding)):
+            del self._unread[head]
+            self._ignored[head] = "equal to the embedding, to which it is tied"
         return list(self._unread)
 
     def ignored(self) -> dict[str, str]:
@@ -196,17 +207,8 @@ class Checkpoint:
         return dict(self._ignored)
 
     def _decoded(self, source: LinearSource, name: str) -> QTensor:
-        try:
-            value = source.read()
-            if value.zero is not None and value.zero.shape != value.scale.shape:
-                raise IndexError(f"{list(value.zero.shape)} zero points, {list(value.scale.shape)} scales")
-            if (order := value.order) is not None and (order.shape != source.shape[1:] or int(order.min()) < 0
-                                                       or int(order.max()) >= value.scale.shape[1]):
-                raise IndexError(f"groups of input channels beyond {value.scale.shape[1]}")
-        except DOES_NOT_FIT as error:
-            stored = ", ".join(f"{part} {list(self._store.shape(part))}" for part in source.tensors)
-            raise ValueError(f"{self.path}: {name} cannot be made of {stored}: {error}") from error
-        return value
+        stored = ", ".join(f"{part} {list(self._store.shape(part))}" for part in source.tensors)
+        return _fitting(f"{self.path}: {name} cannot be made of {stored}", partial(_decode, source))
 
     def _source(self, name: str) -> LinearSource | None:
         if name in self._module_of:
@@ -229,41 +231,53 @@ def open_checkpoint(path: str | Path, activations: str | None = None) -> Checkpo
         raise ValueError(f"activations = {activations!r}: wants int8, or nothing for what the checkpoint says")
     if not path.exists():
         raise FileNotFoundError(f"no such checkpoint: {path} (a Hugging Face directory or a .gguf file)")
-    opened = _open(path)
-    if activations is not None:
-        opened = Checkpoint(path, opened.config, opened._store, replace(
-            opened._reading, linears=with_int8_activations(opened._reading.linears)))
-    return opened
-
-
-def _open(path: Path) -> Checkpoint:
     if file := find_gguf(path):
-        return Checkpoint(path, *open_gguf(file), Reading())
-    if not path.is_dir() or not (path / "config.json").is_file():
+        config, store, reading = _fitting(f"{path}: it is not what llama.cpp writes", partial(open_gguf, file))
+    elif (path / "config.json").is_file():
+        config = read_json(path / "config.json")
+        store, reading = _read(path, find_quantization(path, config))
+    else:
         raise FileNotFoundError(f"{path} is neither a .gguf file nor a directory with a config.json")
-    config = read_json(path / "config.json")
-    quantization = find_quantization(path, config)
+    if str(config.get("model_type")).endswith(TURNED) and not reading.hadamard:
+        raise ValueError(f"model_type {config['model_type']} wants a transform_config of compressed-tensors that says how "
+                         "down_proj's inputs are turned: copy config.json from where the checkpoint was made")
+    if activations is not None:
+        reading = replace(reading, linears=with_int8_activations(reading.linears))
+    return Checkpoint(path, config, store, reading)
+
+
+def _read(path: Path, quantization: dict[str, Any] | None) -> tuple[Store, Reading]:
     if not quantization:
-        return Checkpoint(path, config, open_safetensors(path), _honoured(config, Reading()))
+        return open_safetensors(path), Reading()
     method = str(quantization.get("quant_method") or quantization.get("method") or "").lower()
     method = {"sparseml": "compressed-tensors"}.get(method, method)
     if method not in READERS:
         raise ValueError(f"{path}: quantization method {method!r} is not supported; {', '.join(READERS)} and 16 bits are")
     store = open_safetensors(path)
-    try:
-        reading = _honoured(config, READERS[method](store, quantization))
-    except DOES_NOT_FIT as error:
-        raise ValueError(f"{path}: its config and tensors are not what {method} writes: {error}") from error
+    reading = _fitting(f"{path}: its config and tensors are not what {method} writes",
+                       partial(READERS[method], store, quantization))
     if not reading.linears and not (method == "compressed-tensors" and quantization.get("kv_cache_scheme")):
         raise ValueError(f"{path} says it is quantized with {method} but holds no linear in that format")
-    return Checkpoint(path, config, store, reading)
+    return store, reading
 
 
-def _honoured(config: dict[str, Any], reading: Reading) -> Reading:
-    if str(config.get("model_type")).endswith(TURNED) and not reading.hadamard:
-        raise ValueError(f"model_type {config['model_type']} wants a transform_config of compressed-tensors that says how "
-                         "down_proj's inputs are turned: copy config.json from where the checkpoint was made")
-    return reading
+def _fitting(otherwise: str, read: Callable[[], Result]) -> Result:
+    try:
+        return read()
+    except DOES_NOT_FIT as error:
+        raise ValueError(f"{otherwise}: {error}") from error
+
+
+def _decode(source: LinearSource) -> QTensor:
+    value = source.read()
+    wanted = value.spec.num_scales(source.shape)
+    for what, part in (("scales", value.scale), ("zero points", value.zero)):
+        if part is not None and part.shape != wanted:
+            raise IndexError(f"{list(part.shape)} {what} where {list(wanted)} belong")
+    order, width = value.order, source.shape[1]
+    if order is not None and (order.shape != (width,) or int(order.min()) < 0 or int(order.max()) >= wanted[1]):
+        raise IndexError(f"g_idx does not name one of {wanted[1]} groups for each of {width} input channels")
+    return value
 
 
 def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from nybble.checkpoint.pack import pack_rows, unpack_rows
-from nybble.checkpoint.reading import (
-    LinearSource,
-    Part,
-    Reading,
-    float_weight,
-    from_unsigned,
-    integer_spec,
-    modules_with,
-)
+from nybble.checkpoint.reading import LinearSource, Part, Reading, float_weight, from_unsigned, integer_spec, modules_with
 from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT4, INT8, PER_TOKEN_INT8, SCHEMES, UINT4, Spec, describe, scheme_of
@@ -40,8 +32,7 @@ DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "
 
 def read_compressed(store: Store, quantization: dict[str, Any]) -> Reading:
     """quantization: the `quantization_config` block. Raises ValueError for what is not supported."""
-    turned = held(quantization, "transform_config", dict) or {}
-    size = hadamard_of(turned)
+    size = hadamard_of(held(quantization, "transform_config", dict) or {})
     for key in ("sparsity_config", "moe_sparsity_config", *(["transform_config"] if not size else [])):
         block = held(quantization, key, dict) or {}
         if block.get("format", "dense") != "dense" or block.get("config_groups"):
@@ -68,10 +59,8 @@ def read_compressed(store: Store, quantization: dict[str, Any]) -> Reading:
     linears = {}
     for module in modules_with(store, "weight_packed", "weight_scale"):
         group = None if matches(module, ignore) else best_match(module, groups)
-        if group is None:
-            continue  # its scale tensors stay unread, and the loader says so
-        weights, act, form = group
-        linears[module] = _linear(store, module, weights, act, form)
+        if group is not None:  # else its scale tensors stay unread, and the loader says so
+            linears[module] = _linear(Part(store, module), *group)
     for name in store.names():
         module, _, last = name.rpartition(".")
         quantized = last == "weight" and module not in linears and len(store.shape(name)) == 2 and "embed" not in module
@@ -115,7 +104,8 @@ def patterns(config: dict[str, Any], key: str, where: str = "config.json") -> li
     """A list of module names and "re:" patterns. Raises ValueError for what is none."""
     found = held(config, key, list[str], where=where) or []
     for pattern in found:
-        regex(pattern.removeprefix("re:") if pattern.startswith("re:") else "", f"{where}: {key}")
+        if pattern.startswith("re:"):
+            regex(pattern[3:], f"{where}: {key}")
     return found
 
 
@@ -156,7 +146,7 @@ def _group(name: str, group: dict[str, Any], quantization: dict[str, Any]) -> tu
         raise ValueError(f"config group {name!r} has format {form!r} with weights {weights}: "
                          f"supported are {', '.join(FORMATS)}")
     weights = _args(weights, name)
-    if weights["dynamic"] or (weights["type"] == "float") != (weights["num_bits"] == 8 and weights["type"] == "float"):
+    if weights["dynamic"] or (weights["type"] != "int" and (weights["type"], weights["num_bits"]) != ("float", 8)):
         raise ValueError(f"config group {name!r}: {weights['num_bits']}-bit {weights['type']} weights are not supported")
     act = activation_spec(group.get("input_activations"), name)
     if act is not None and act.num == INT8 and weights["type"] != "int":
@@ -176,6 +166,8 @@ def _args(given: dict[str, Any], where: str) -> dict[str, Any]:
         args["block_structure"] = [int(side) for side in re.findall(r"\d+", str(sides))]
         if len(args["block_structure"]) != 2 or 0 in args["block_structure"]:
             raise ValueError(f"config.json: {where}: block_structure = {sides!r}; wants rows and columns, [128, 128]")
+    if args["strategy"] == "group" and (size is None or size < 1):
+        raise ValueError(f"config.json: {where}: group_size = {size!r}; wants how many input channels share a scale")
     if args["num_bits"] not in range(2, 9) or args["strategy"] not in ("tensor", "channel", "group", "block", "token"):
         raise ValueError(f"config group {where!r}: {args['num_bits']} bits, strategy {args['strategy']!r} is not supported")
     return args
@@ -202,13 +194,11 @@ def activation_spec(given: dict[str, Any] | None, where: str = "") -> Spec | Non
     return act
 
 
-def _linear(store: Store, module: str, args: dict[str, Any], act: Spec | None, form: str) -> LinearSource:
-    part, bits, static = Part(store, module), args["num_bits"], act is not None and not act.dynamic
-    if static and not part.has("input_scale"):
-        raise ValueError(f"{module} has static activations but no {module}.input_scale")
+def _linear(part: Part, args: dict[str, Any], act: Spec | None, form: str) -> LinearSource:
+    module, bits, input_scale = part.module, args["num_bits"], part.static_scale(act)
+    block = tuple(args["block_structure"]) if args["strategy"] == "block" else None
     if args["type"] == "float":
-        block = tuple(args["block_structure"]) if args["strategy"] == "block" else None
-        return float_weight(store, module, "weight_scale", act, block)
+        return float_weight(part, "weight_scale", act, block)
     packed, middle = part.has("weight_packed"), 1 << (bits - 1)
     if packed:
         (n, words), declared = part.sides("weight_packed"), part.tensor("weight_shape").tolist()
@@ -219,17 +209,13 @@ def _linear(store: Store, module: str, args: dict[str, Any], act: Spec | None, f
         n, k = part.sides("weight")
     else:
         raise ValueError(f"{module}.weight is {part.dtype('weight')}, not int8 as format {form!r} says")
-    if args["strategy"] == "block":
-        tile = tuple(args["block_structure"])
-    else:
-        size = args["group_size"] if args["strategy"] == "group" else None
-        tile = (None if args["strategy"] == "tensor" else 1, None if size is None or size >= k else size)
-    rows, columns = (1 if run is None else -(-side // run) for run, side in zip(tile, (n, k)))
-    scales = part.shape("weight_scale")
+    group = args["group_size"] if args["strategy"] == "group" and args["group_size"] < k else None
+    tile = block or (None if args["strategy"] == "tensor" else 1, group)
+    spec = Spec(integer_spec(bits, None, not args["symmetric"]).num, tile, zero=not args["symmetric"])
+    (rows, columns), scales = spec.num_scales((n, k)), part.shape("weight_scale")
     if scales not in ((rows, columns), (rows * columns,)) and not (rows == columns == 1 and scales == ()):
         raise ValueError(f"{module}.weight_scale has shape {list(scales)}; weights [{n}, {k}] in {args['strategy']} want "
                          f"[{rows}, {columns}]")
-    spec = Spec(integer_spec(bits, tile[1], not args["symmetric"]).num, tile, zero=not args["symmetric"])
 
     def read() -> QTensor:
         if packed:
@@ -251,11 +237,11 @@ def _linear(store: Store, module: str, args: dict[str, Any], act: Spec | None, f
         if groups is not None and bool((groups < 0).all()):
             groups = None  # how the package marks an unused one
         weight = from_unsigned(codes, bits, part.scale("weight_scale").reshape(rows, columns), zeros, tile[1], groups)
-        return QTensor(spec, weight.codes, weight.scale, weight.zero, order=weight.order)
+        return replace(weight, spec=spec)
 
     names = part.names(*(("weight_packed", "weight_shape") if packed else ("weight",)), "weight_scale", "weight_zero_point",
-                       "weight_g_idx", *(("input_scale", "input_zero_point") if static else ("input_zero_point",)))
-    return LinearSource((n, k), scheme_of(spec, act), names, read, f"{module}.input_scale" if static else None)
+                       "weight_g_idx", *(("input_scale",) if input_scale else ()), "input_zero_point")
+    return LinearSource((n, k), scheme_of(spec, act), names, read, input_scale)
 
 
 def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
@@ -281,21 +267,11 @@ def _args_of(spec: Spec, row: str) -> dict[str, Any]:
     return args | where.get(strategy, {})
 
 
-def encode_linear(module: str, q: QTensor, described: tuple[str, Any, Any], dtype: torch.dtype,
-                  wide: bool = False) -> dict[str, Tensor]:
-    """The tensors that hold `q` as `describe_linear` says; scales in the model's `dtype`.
-
-    wide: scales that it cannot hold are written in float32 (QQQ's, FP8's). Otherwise raises ValueError for them: they must be
-    rounded before codes are chosen, not after.
-    """
+def encode_linear(module: str, q: QTensor, described: tuple[str, Any, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors that hold `q` as `describe_linear` says; scales in the model's `dtype`, in float32 where that cannot hold
+    them (QQQ's and FP8's from elsewhere; what is quantized here was rounded before codes were chosen)."""
     exact = q.scale if q.over is None else q.scale * q.over  # whole numbers times the row's scale
-    scale = exact.to(dtype)
-    if wide and not torch.equal(scale.float(), exact):
-        scale = exact.float()
-    if not torch.equal(scale.float(), exact):
-        worst = ((scale.float() - exact).abs() / exact.abs().clamp_min(1e-30)).max()
-        raise ValueError(f"{module}: rounding its scales to {dtype} changes them (by up to {worst:.1e} of their value); "
-                         "quantize with scales rounded to the model's dtype")
+    scale = exact.to(dtype) if torch.equal(exact.to(dtype).float(), exact) else exact
     if q.spec.tile == (None, None):
         scale = scale.reshape(1)
     tensors = {f"{module}.weight_scale": scale.contiguous()}

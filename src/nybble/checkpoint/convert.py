@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,9 @@ def convert_checkpoint(path: str | Path, out: str | Path, format: str, activatio
 
     Raises ValueError naming the linear and the reason when the format cannot hold the source exactly.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format = {format!r}: there are {', '.join(FORMATS)}")
+    if format not in FORMATS or kv_format not in (None, "tgi"):
+        raise ValueError(f"format = {format!r} with KV scales as {kv_format!r}: there are {', '.join(FORMATS)}, and KV scales "
+                         "as tgi or None")
     if weights_only and format not in ("gptq", "awq"):
         raise ValueError(f"--weights-only is for gptq and awq, which cannot say what activations are; {format} "
                          "can: leave it out")
@@ -47,34 +49,35 @@ def convert_checkpoint(path: str | Path, out: str | Path, format: str, activatio
     if weights_only and any(linear.scheme.act for linear in linears.values()):
         schemes = {module: replace(scheme, act=None) for module, scheme in schemes.items()}
         notes.append("activations were quantized in the source; others will run these weights with 16-bit activations")
-    layers = range(source.config.get("num_hidden_layers", 0))
+    layers = source.num_layers
     if scales is None:
-        scales = {layer: pair for layer in layers if (pair := source.kv_scales(layer)) is not None}
-    if kv_format == "tgi" and len(scales) < len(layers):
-        raise ValueError(f"{path} has KV scales for {len(scales)} of {len(layers)} layers: TGI's format is for FP8 KV scales; "
+        scales = {layer: pair for layer in range(layers) if (pair := source.kv_scales(layer)) is not None}
+    if kv_format == "tgi" and len(scales) < layers:
+        raise ValueError(f"{path} has KV scales for {len(scales)} of {layers} layers: TGI's format is for FP8 KV scales; "
                          "nybble quantize --kv fp8 calibrates them")
     if kv_format == "tgi" and any(isinstance(s, Tensor) or s != pair[0] for pair in scales.values() for s in pair):
         notes.append("TGI's kv_scale is one number for K and V of a layer: the larger is written, so the "
                      "cache rounds otherwise than here and tokens may change")
     if scales and kv_format is None and format != "compressed-tensors":
         raise ValueError(f"{format} has no place for this checkpoint's KV scales: --kv-format tgi writes them as TGI does")
-    kv = "fp8" if scales else source.kv
-    wide = format == "compressed-tensors"
+    if source.hadamard and (format != "compressed-tensors" or kv_format):
+        raise ValueError(f"{kv_format or format} cannot say that down_proj's inputs are turned at run time, without which "
+                         "these weights are useless: quantize without online_hadamard")
     recipe = held(held(source.config, "nybble", dict) or {}, "recipe", dict, where="config.json: nybble") or {}
     if format in ("qqq", "awq") and source.dtype != torch.float16:
         notes.append(f"{format}'s own loader runs in float16; what is not quantized here stays {source.config_dtype}")
     if format == "gptq" and any(linear.scheme.weight.zero for linear in linears.values()):
         notes.append("vLLM reads asymmetric weights as awq or compressed-tensors, not as gptq")
-    write_checkpoint(out, dict(source.config), _tensors(source, scales, notes, wide), schemes, kv, source,
-                     recipe | {"converted_from": Path(path).name}, format=format, kv_format=kv_format, wide=wide,
-                     hadamard=source.hadamard)
+    tensors = itertools.chain(_weights(source, format, notes), _kv_tensors(scales, kv_format == "tgi"))
+    write_checkpoint(out, dict(source.config), tensors, schemes, "fp8" if scales else source.kv, source,
+                     recipe | {"converted_from": Path(path).name}, format=format, hadamard=source.hadamard)
     if unread := source.unread():
         notes.append(f"left out, because nothing says what they are: {', '.join(unread[:8])}")
     return tuple(dict.fromkeys(notes))
 
 
-def _tensors(source: Checkpoint, scales: Mapping[int, tuple], notes: list[str],
-             wide: bool) -> Iterator[tuple[str, Tensor | QTensor]]:
+def _weights(source: Checkpoint, format: str, notes: list[str]) -> Iterator[tuple[str, Tensor | QTensor]]:
+    wide = format == "compressed-tensors"
     for name in source.names():
         value = source.get(name)
         if isinstance(value, QTensor):
@@ -91,8 +94,14 @@ def _tensors(source: Checkpoint, scales: Mapping[int, tuple], notes: list[str],
         act, scale = source.act(name), source.act_scale(name)
         if act is not None and not act.dynamic and scale is not None:
             yield f"{name.removesuffix('.weight')}.input_scale", torch.tensor([scale])
+
+
+def _kv_tensors(scales: Mapping[int, tuple[Scale, Scale]], tgi: bool) -> Iterator[tuple[str, Tensor]]:
     per_head = [s.numel() for pair in scales.values() for s in pair if isinstance(s, Tensor)]
     for layer, pair in scales.items():
-        for side, scale in zip("kv", pair):
-            value = torch.as_tensor(scale, dtype=torch.float32)
-            yield f"model.layers.{layer}.self_attn.{side}_scale", value.expand(per_head[0]).clone() if per_head else value
+        at, values = f"model.layers.{layer}.self_attn", [torch.as_tensor(scale, dtype=torch.float32) for scale in pair]
+        if tgi:
+            yield f"{at}.kv_scale", torch.maximum(*(value.max() for value in values))
+            continue
+        for side, value in zip("kv", values):
+            yield f"{at}.{side}_scale", value.expand(per_head[0]).clone() if per_head else value

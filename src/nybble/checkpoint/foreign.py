@@ -16,15 +16,7 @@ from torch import Tensor
 
 from nybble.checkpoint.compressed import kv_of_scheme, patterns, regex
 from nybble.checkpoint.pack import unpack_rows
-from nybble.checkpoint.reading import (
-    LinearSource,
-    Part,
-    Reading,
-    float_weight,
-    from_unsigned,
-    integer_spec,
-    modules_with,
-)
+from nybble.checkpoint.reading import LinearSource, Part, Reading, float_weight, from_unsigned, integer_spec, modules_with
 from nybble.checkpoint.store import Store
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, Spec, scheme_of
@@ -111,17 +103,18 @@ def read_awq(store: Store, quantization: dict[str, Any]) -> Reading:
         part = Part(store, module)
         if _excluded(module, skipped):
             raise ValueError(f"{module} is quantized but modules_to_not_convert {skipped} says it is not")
-        (rows, columns), stored = part.sides("qweight"), part.shape("scales")
-        n, k = {"gemm": (columns * 8, rows), "gemv": (rows, columns * 8), "gemv_fast": (rows * 4, columns)}[version]
+        height, width = part.sides("qweight")
+        n, k = {"gemm": (width * 8, height), "gemv": (height, width * 8), "gemv_fast": (height * 4, width)}[version]
         if part.dtype("qweight") != (torch.int16 if version == "gemv_fast" else torch.int32):
             raise ValueError(f"{module}.qweight is {part.dtype('qweight')}, which AWQ version {version!r} is not")
         size, groups = _groups(group, k)
         spec = integer_spec(4, size, zero_point or part.has("qzeros"))
         if zero_point and not part.has("qzeros"):
             raise ValueError(f"{module} has no qzeros, but the config says zero_point")
-        if stored != (groups, n) if version == "gemm" else stored[::-1 if version == "gemv_fast" else 1][0] != n:
-            raise ValueError(f"{module}.scales has shape {list(stored)}, which fits no AWQ {version} weight [{n}, {k}] in "
-                             f"groups of {size}")
+        rows, columns = part.sides("scales") if version == "gemv" else part.sides("scales")[::-1]
+        if rows != n or columns < groups or (version == "gemm" and columns > groups):  # gemv's may be padded
+            raise ValueError(f"{module}.scales has shape {list(part.shape('scales'))}, which fits no AWQ {version} weight "
+                             f"[{n}, {k}] in groups of {size}")
         linears[module] = LinearSource((n, k), scheme_of(spec, None), part.names("qweight", "scales", "qzeros"),
                                        partial(AWQ_READERS[version], part, spec, n, k, groups))
     return Reading(linears)
@@ -209,8 +202,6 @@ def _gptq(part: Part, spec: Spec, bits: int, version: int, labelled: int | str, 
     order = part.tensor("g_idx") if part.has("g_idx") else None
     if order is not None and not bool(order.any()):
         order = None  # all zeros: written by tools that do not reorder
-    if order is not None and (order.shape != (k,) or int(order.min()) < 0 or int(order.max()) >= scale.shape[1]):
-        raise ValueError(f"{module}.g_idx does not name one of {scale.shape[1]} groups for each of {k} input channels")
     words = part.tensor("qzeros")
     zero = gptq_zeros(words, bits, n, labelled)
     if spec.zero:
@@ -287,7 +278,7 @@ def read_fp8(store: Store, quantization: dict[str, Any]) -> Reading:
     if "activation_scheme" not in quantization and "weight_scale_method" in quantization:
         act = None  # GPTQModel's FP8 is weights only
     linears = _fp8_linears(store, quantization, act, last, tuple(block) if block else None, divide)
-    return Reading(linears, *(kv_of_scheme(kv) if isinstance(kv, dict) else _kv(kv, "static")))
+    return Reading(linears, *_kv(kv, "static"))
 
 
 def read_fbgemm_fp8(store: Store, quantization: dict[str, Any]) -> Reading:
@@ -316,9 +307,7 @@ def read_modelopt(store: Store, quantization: dict[str, Any]) -> Reading:
         if store.has(f"{module}.pre_quant_scale"):
             raise ValueError(f"{module}.pre_quant_scale: ModelOpt's AWQ scales are not supported")
     linears = _fp8_linears(store, quantization, PER_TENSOR_FP8 if algorithm == "FP8" else PER_TOKEN_FP8)
-    scheme = quantization.get("kv_cache_scheme")
-    named = str(scheme or quantization.get("kv_cache_quant_algo") or "").upper() or None
-    return Reading(linears, *(kv_of_scheme(scheme) if isinstance(scheme, dict) else _kv(named, "FP8")))
+    return Reading(linears, *_kv(quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"), "FP8"))
 
 
 def read_quark(store: Store, quantization: dict[str, Any]) -> Reading:
@@ -359,22 +348,25 @@ def _essence(spec: dict[str, Any] | None) -> Any:
 
 
 def _kv(named: Any, fp8: str) -> tuple[str | None, str | None]:
-    """(KV key, why not) of a cache that a config names; fp8: the name of what can be had."""
-    refusal = f"its KV cache is {named}, which is not supported; choose one, e.g. --kv int8"
-    return "fp8" if named == fp8 else None, refusal if named not in (None, fp8) else None
+    """(KV key, why not) of a cache that a config describes, or names; fp8: the name of what can be had."""
+    if isinstance(named, dict):
+        return kv_of_scheme(named)
+    if not named or str(named).lower() == fp8.lower():
+        return ("fp8" if named else None), None
+    return None, f"its KV cache is {named}, which is not supported; choose one, e.g. --kv int8"
 
 
 def _fp8_linears(store: Store, quantization: dict[str, Any], act: Spec | None, last: str = "weight_scale",
                  block: tuple[int, int] | None = None, divide: bool = False, spare: bool = True) -> dict[str, LinearSource]:
     """Of every module that has a scale named `last`. Warns of linears without one that the config does not exclude."""
-    scaled = modules_with(store, last)
-    linears = {module: float_weight(store, module, last, act, block, divide, spare) for module in scaled}
+    linears = {module: float_weight(Part(store, module), last, act, block, divide, spare)
+               for module in modules_with(store, last)}
     skipped = [pattern for key in ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules", "exclude")
                for pattern in patterns(quantization, key)]
     plain = []
     for name in store.names():
-        module, _, last = name.rpartition(".")
-        if last != "weight" or module in linears:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or module in linears:
             continue
         if store.dtype(name) in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise ValueError(f"{name} is FP8 but has no scale beside it: its values cannot be known")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.checkpoint.reading import Reading
 from nybble.checkpoint.store import Place, Store
 from nybble.text.errors import BrokenFile
 from nybble.text.gguf import GGUF, TensorInfo, read_gguf
@@ -35,11 +36,21 @@ BLOCK = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml type -> dtype stored as is
+NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+          "attention.layer_norm_rms_epsilon", "context_length")
+# Metadata of the architecture that is read, or says nothing about the numbers. Any other changes them unless it is 0 or 1.
+KNOWN = {*NEEDED, "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window",
+         "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "expert_count",
+         "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+         "rope.scaling.finetuned", "vocab_size", "expert_used_count", "tensor_data_layout", "pooling_type"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def open_gguf(path: Path) -> tuple[dict[str, Any], Store]:
-    """Its config and its tensors. Raises BrokenFile for a file cut short, ValueError for what cannot be read."""
+def open_gguf(path: Path) -> tuple[dict[str, Any], Store, Reading]:
+    """Its config, its tensors, and what these were decoded from. Raises BrokenFile for a file cut short, ValueError for what
+    cannot be read."""
+    from gguf import GGMLQuantizationType
+
     file, size = read_gguf(path), path.stat().st_size
     for info in file.tensors.values():
         if info.offset + _bytes(info) > size:
@@ -53,8 +64,10 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Store]:
             values = _half_split(values, config["num_attention_heads" if which[1] == "q" else "num_key_value_heads"])
         return values
 
-    return config, Store(path, {name: Place(info.shape, PLAIN.get(info.kind, torch.float32), "", partial(read, name, info))
-                                for name, info in infos.items()})
+    places = {name: Place(info.shape, PLAIN.get(info.kind, torch.float32), "", partial(read, name, info))
+              for name, info in infos.items()}
+    kinds = sorted({GGMLQuantizationType(info.kind).name for info in infos.values() if info.kind not in PLAIN})
+    return config, Store(path, places), Reading(decoded=tuple(kinds))
 
 
 def decode(data: np.ndarray, info: TensorInfo) -> Tensor:
@@ -107,12 +120,16 @@ def synthesize_config(file: GGUF) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         raise ValueError(f"{path}: architecture {name!r} is not supported ({', '.join(ARCHITECTURES)} are)")
     get = lambda key, default=None: meta.get(f"{name}.{key}", default)  # noqa: E731
-    need = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count",
-            "attention.layer_norm_rms_epsilon", "context_length")
-    if missing := [key for key in need if get(key) is None]:
+    if missing := [key for key in NEEDED if get(key) is None]:
         raise BrokenFile(path, f"its metadata lacks {', '.join(missing)}")
+    if "token_embd.weight" not in file.tensors:
+        raise BrokenFile(path, "it has no tensor 'token_embd.weight'")
     if get("expert_count", 0):
         raise ValueError(f"{path} is a mixture of experts, which is not supported from GGUF")
+    if strange := [f"{key} = {value!r}" for key, value in meta.items() if key.startswith(f"{name}.")
+                   and key.removeprefix(f"{name}.") not in KNOWN and value not in (0, 1)]:
+        raise ValueError(f"{path}: {', '.join(strange)} may change the numbers and is not supported; use the model's Hugging "
+                         "Face directory")
     architecture, model_type = ARCHITECTURES[name]
     heads = get("attention.head_count")
     head_dim = get("attention.key_length", get("embedding_length") // heads)
@@ -149,12 +166,16 @@ def _rope_scaling(file: GGUF, get: Any, head_dim: int, config: dict[str, Any]) -
         return _llama3_scaling(factors, head_dim, config["rope_theta"], file.path)
     if kind == "none":
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": float(get("rope.scaling.factor"))}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"{file.path}: RoPE scaling {kind!r} is not supported (none, linear, yarn and Llama 3's are)")
+    if (factor := get("rope.scaling.factor")) is None:
+        raise BrokenFile(file.path, "its metadata lacks rope.scaling.factor")
+    scaling = {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
+        scaling |= {key: value for key in ("beta_fast", "beta_slow") if (value := get(f"rope.scaling.yarn_{key}")) is not None}
         original = get("rope.scaling.original_context_length", config["max_position_embeddings"])
-        return {"rope_type": "yarn", "factor": float(get("rope.scaling.factor")), "original_max_position_embeddings": original}
-    raise ValueError(f"{file.path}: RoPE scaling {kind!r} is not supported (none, linear, yarn and Llama 3's are)")
+        scaling["original_max_position_embeddings"] = original
+    return scaling
 
 
 def _llama3_scaling(factors: Tensor, head_dim: int, theta: float, path: Path) -> dict[str, Any]:

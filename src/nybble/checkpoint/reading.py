@@ -33,14 +33,15 @@ class LinearSource:
 @dataclass(frozen=True)
 class Reading:
     """linears: by module name. kv: what the checkpoint's KV cache wants, a key of formats.spec.KV, or None. kv_refusal: why the
-    KV type it asks for cannot be had. ignored: tensors that are rightly left unread, with the reason.
-    hadamard: see `Checkpoint.hadamard`."""
+    KV type it asks for cannot be had. ignored: tensors that are rightly left unread, with the reason. hadamard, decoded: see
+    `Checkpoint`."""
 
     linears: dict[str, LinearSource] = field(default_factory=dict)
     kv: str | None = None
     kv_refusal: str | None = None
     ignored: dict[str, str] = field(default_factory=dict)
     hadamard: int = 0
+    decoded: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
@@ -77,6 +78,15 @@ class Part(NamedTuple):
         """In full, of those that there are."""
         return tuple(f"{self.module}.{last}" for last in lasts if self.has(last))
 
+    def static_scale(self, act: Spec | None) -> str | None:
+        """The name of the scale that static activations are multiplied by, None for others. Raises ValueError when it is
+        missing."""
+        if act is None or act.dynamic:
+            return None
+        if not self.has("input_scale"):
+            raise ValueError(f"{self.module} has static activations but no {self.module}.input_scale")
+        return f"{self.module}.input_scale"
+
 
 def modules_with(store: Store, *suffixes: str) -> list[str]:
     """Modules that own a tensor of one of these names, in file order."""
@@ -107,37 +117,32 @@ def from_unsigned(codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, 
                    None if zero is None else (zero.float() - shift).contiguous(), order=None if order is None else order.long())
 
 
-def float_weight(store: Store, module: str, last: str, act: Spec | None, block: tuple[int, int] | None = None,
-                 divide: bool = False, spare: bool = False) -> LinearSource:
+def float_weight(part: Part, last: str, act: Spec | None, block: tuple[int, int] | None = None, divide: bool = False,
+                 spare: bool = False) -> LinearSource:
     """An FP8 weight `module.weight` with its scale tensor: one for all ([], [1], [1, 1]), one per row ([N], [N, 1]) or one per
     block. last: the scale's name in the module. divide: it is a divisor. spare: an input_scale that dynamic activations do not
     use is part of the linear, too. Raises ValueError when weight and scale do not belong together, or a static activation
     scale is missing."""
-    part = Part(store, module)
-    shape, dtype, found = part.shape("weight"), part.dtype("weight"), part.shape(last)
+    module, shape, dtype, found = part.module, part.shape("weight"), part.dtype("weight"), part.shape(last)
     nums = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8_E5M2}
     if dtype not in nums or len(shape) != 2:
         raise ValueError(f"{module}.weight is {dtype} {list(shape)}, not an FP8 matrix as its scale {last} says")
-    n, k = shape
-    blocks = None if block is None else (-(-n // block[0]), -(-k // block[1]))
-    if blocks is not None and found == blocks:
-        tile, as_shape = block, blocks
+    if block is not None and found == Spec(FP8, block).num_scales(shape):
+        tile = block
     elif all(d == 1 for d in found):
-        tile, as_shape = (None, None), (1, 1)
-    elif found in ((n,), (n, 1)):
-        tile, as_shape = (1, None), (n, 1)
+        tile = (None, None)
+    elif found in (shape[:1], (shape[0], 1)):
+        tile = (1, None)
     else:
         raise ValueError(f"{module}.{last} has shape {list(found)}, which fits no scale of {module}.weight {list(shape)}")
-    if act is not None and not act.dynamic and not part.has("input_scale"):
-        raise ValueError(f"{module} has static activations but no input_scale")
+    spec, input_scale = Spec(nums[dtype], tile), part.static_scale(act)
 
     def read() -> QTensor:
-        scale = part.tensor(last).float().reshape(as_shape)
+        scale = part.tensor(last).float().reshape(spec.num_scales(shape))
         return QTensor(spec, part.tensor("weight"), check_scale(1 / scale if divide else scale, f"{module}.{last}"))
 
-    spec = Spec(nums[dtype], tile)
-    used = part.names("input_scale") if spare or (act is not None and not act.dynamic) else ()
-    return LinearSource((n, k), scheme_of(spec, act), part.names("weight", last) + used, read, *used)
+    names = part.names("weight", last, *(["input_scale"] if spare or input_scale else []))
+    return LinearSource(shape, scheme_of(spec, act), names, read, input_scale)
 
 
 def with_int8_activations(sources: dict[str, LinearSource]) -> dict[str, LinearSource]:

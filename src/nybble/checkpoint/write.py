@@ -46,32 +46,26 @@ STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "k
 
 def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor | QTensor]],
                      schemes: Mapping[str, Scheme], kv: str | None, source: Checkpoint, recipe: Mapping[str, Any],
-                     shard_bytes: int = SHARD_BYTES, format: str = "compressed-tensors", kv_format: str | None = None,
-                     wide: bool = False, hadamard: int = 0) -> None:
+                     shard_bytes: int = SHARD_BYTES, format: str = "compressed-tensors", hadamard: int = 0) -> None:
     """out: a directory, replaced if Nybble wrote it. config: of the source. tensors: (parameter name, value), any order;
-    quantized linears as `QTensor` whose scales the model's dtype can hold (wide: or float32, where the format can); FP8 KV
-    scales as "...self_attn.k_scale", "...v_scale", one number or one per head. schemes: by linear module, for what its
+    quantized linears as `QTensor`; FP8 KV scales as "...self_attn.k_scale", "...v_scale", one number or one per head, or as
+    TGI's "...self_attn.kv_scale", which then stay out of the quantization_config. schemes: by linear module, for what its
     activations are. kv: key of `formats.spec.KV` to serve with. recipe: how it was made, for the record. format: a key of
-    `writers.WRITERS`. kv_format: "tgi" writes KV scales as `kv_scale` (the larger of the two) and `kv_cache_torch_dtype`.
-    hadamard: as `Checkpoint.hadamard`; written under a model_type of its own, because others may pass over a transform_config
-    without a word.
+    `writers.WRITERS`. hadamard: as `Checkpoint.hadamard`, compressed-tensors only; written under a model_type of its own,
+    because others may pass over a transform_config without a word.
 
     Raises FileExistsError for a directory that is not ours, ValueError for what the format cannot say, and leaves nothing
     behind then.
     """
-    out = Path(out)
+    out = Path(os.path.abspath(out))  # "." has no name that another directory could take
     check_target(out, source)
     if kv is not None and kv not in KV:
         raise ValueError(f"KV cache {kv!r} is not known; {', '.join(KV)} are")
-    if format not in WRITERS or kv_format not in (None, "tgi"):
-        raise ValueError(f"format {kv_format or format!r} is not written; {', '.join(WRITERS)} are, and KV scales as tgi")
-    if hadamard and (format != "compressed-tensors" or kv_format):
-        raise ValueError(f"{kv_format or format} cannot say that down_proj's inputs are turned at run time, without which "
-                         "these weights are useless: quantize without online_hadamard")
-    writer = WRITERS[format]
+    if format not in WRITERS:
+        raise ValueError(f"format {format!r} is not written; {', '.join(WRITERS)} are")
+    writer, dtype = WRITERS[format], source.dtype
     with staged(out) as partial:
-        dtype = source.dtype
-        described, plain, scales, pending = {}, [], {}, {}
+        described, plain, scales, tgi = {}, [], {}, False
         shards = _Shards(partial, shard_bytes)
         for name, value in tensors:
             module, _, last = name.rpartition(".")
@@ -79,7 +73,7 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
                 scheme = schemes.get(module)
                 try:
                     described[module] = writer.describe(value, scheme.act if scheme else None)
-                    encoded = writer.encode(module, value, described[module], dtype, wide)
+                    encoded = writer.encode(module, value, described[module], dtype)
                 except ValueError as error:
                     named = str(error) if str(error).startswith(module) else f"{module}: {error}"
                     raise ValueError(f"{named} (writing {format})") from error
@@ -90,36 +84,29 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
                 plain.append(module)
             if value.dim() == 2 and value.dtype == torch.float32:  # decoded from a GGUF: kept in the model's dtype
                 value = value.to(dtype)
-            if role_of(name) in ("k", "v"):
+            role = role_of(name)
+            tgi |= role == "kv"
+            if role in ("k", "v"):
                 scales[name] = value = value.reshape(1) if value.numel() == 1 else value.reshape(-1, 1, 1)
-                if kv_format == "tgi":
-                    shared = f"{module.removesuffix('.k_proj').removesuffix('.v_proj')}.kv_scale"
-                    pending[shared] = torch.maximum(value.float().max(), pending.get(shared, torch.tensor(0.0)))
-                    continue
             shards.add(name, value)
-        for item in pending.items():
-            shards.add(*item)
         shards.finish()
-        if not described and not (scales and format == "compressed-tensors"):  # KV scales alone are worth a checkpoint
+        alone = format == "compressed-tensors" and (scales or tgi)  # KV scales alone are worth a checkpoint
+        if not described and not alone:
             raise ValueError(f"nothing was quantized: there is nothing to write as {format}")
         if "lm_head" not in described and "lm_head" not in plain:
             plain.append("lm_head")  # tied to the embedding: the module exists without a tensor
         written = {key: value for key, value in config.items() if key not in STALE}
         written["torch_dtype"] = str(dtype).removeprefix("torch.")
         written.pop("dtype", None)
-        scheme = _kv_scheme(kv, scales, config)
-        if described or not pending:
+        if described or not tgi:
             written["quantization_config"] = writer.block(described, plain)
         if hadamard:
             written["quantization_config"]["transform_config"] = transform_config(hadamard)
             written["model_type"] = str(config.get("model_type")).removesuffix(TURNED) + TURNED
-        if pending:
+        if tgi:
             written["kv_cache_torch_dtype"] = "float8_e4m3fn"
         elif format == "compressed-tensors":
-            written["quantization_config"]["kv_cache_scheme"] = scheme
-        elif scheme and kv_format is None:
-            raise ValueError(f"{format} has no place for KV scales: write them as TGI does (--kv-format tgi), or choose "
-                             "compressed-tensors")
+            written["quantization_config"]["kv_cache_scheme"] = _kv_scheme(kv, scales, source.num_layers)
         written["nybble"] = {"kv_cache": kv, "recipe": dict(recipe)}
         write_json(partial / "config.json", written)
         if format == "gptq":  # where AutoGPTQ looks
@@ -144,11 +131,10 @@ def staged(out: Path) -> Iterator[Path]:
         remove_aside(aside)
 
 
-def _kv_scheme(kv: str | None, scales: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any] | None:
+def _kv_scheme(kv: str | None, scales: dict[str, Tensor], layers: int) -> dict[str, Any] | None:
     """What `kv_cache_scheme` can say: fp8 with static scales. Raises ValueError when only some layers have them."""
     if not scales:
         return None
-    layers = config.get("num_hidden_layers", 0)
     if kv != "fp8" or len(scales) != 2 * layers:
         raise ValueError(f"{len(scales)} KV scales for {layers} layers and KV cache {kv!r}: an fp8 cache wants a K and a V "
                          "scale for every layer, other caches none")

@@ -25,11 +25,11 @@ Described = Any  # hashable: linears with equal ones are described alike
 
 @dataclass(frozen=True)
 class Writer:
-    """describe(q, act) -> what the config will say of it. encode(module, q, described, dtype, wide) -> tensors by name.
-    block({module: described}, 16-bit modules) -> the `quantization_config`. All raise ValueError with the reason."""
+    """describe(q, act) -> what the config will say of it. encode(module, q, described, the model's dtype) -> tensors by
+    name. block({module: described}, 16-bit modules) -> the `quantization_config`. All raise ValueError with the reason."""
 
     describe: Callable[[QTensor, Spec | None], Described]
-    encode: Callable[[str, QTensor, Described, torch.dtype, bool], dict[str, Tensor]]
+    encode: Callable[[str, QTensor, Described, torch.dtype], dict[str, Tensor]]
     block: Callable[[dict[str, Described], list[str]], dict[str, Any]]
 
 
@@ -70,7 +70,7 @@ def _gptq_describe(q: QTensor, act: Spec | None) -> Described:
     return bits, q.spec.group or -1, q.zero is None, q.order is not None
 
 
-def _gptq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+def _gptq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype) -> dict[str, Tensor]:
     bits, group, symmetric, _ = described
     codes, zero = unsigned(module, q)
     order = torch.arange(q.shape[1]) // (group if group > 0 else q.shape[1]) if q.order is None else q.order
@@ -107,7 +107,7 @@ def _awq_describe(q: QTensor, act: Spec | None) -> Described:
     return q.spec.group or -1
 
 
-def _awq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+def _awq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype) -> dict[str, Tensor]:
     codes, zero = unsigned(module, q)
 
     def columns(rows: Tensor) -> Tensor:
@@ -147,10 +147,9 @@ def _qqq_describe(q: QTensor, act: Spec | None) -> Described:
     return -1 if channel else 128
 
 
-def _qqq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype, wide: bool) -> dict[str, Tensor]:
+def _qqq_encode(module: str, q: QTensor, described: Described, dtype: torch.dtype) -> dict[str, Tensor]:
     if described == 128:
         q = q if q.over is not None else on_integer_grid(q)
-        assert q.over is not None
         group = q.scale.to(torch.float16)
         if not torch.equal(group.float(), q.scale):
             raise ValueError(f"{module}: its group scales need more than float16")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import msgspec
@@ -20,6 +21,7 @@ from nybble.engine.scheduler import Plan
 from nybble.kernels.types import Step
 
 ALIGNMENT = 16  # bytes; what vectorized loads want
+Fields = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 PARAMETERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -47,6 +49,7 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
 
 NUMBERS = ("num_decode", "max_query", "max_context", "max_prompt_context")
+TENSORS = ("token_ids", "positions", "slots", "query_start", "context_len", "block_table", "logit_rows")
 
 
 class Stage:
@@ -65,7 +68,8 @@ class Stage:
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
         self._copied = [torch.cuda.Event() if pinned else None for _ in self._hosts]
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
-        self._turn = 0
+        self._turn = self._used = 0
+        self._views = lru_cache(maxsize=256)(self._views_of)  # most steps have the shape of one before
 
     def pack(self, plan: Plan, rows: int | None = None, width: int | None = None, tokens: int | None = None) -> Batch:
         """rows, width: pad a decode-only plan to this many rows and blocks per row (its samples are then all its rows).
@@ -83,25 +87,22 @@ class Stage:
         drawing = [plan.requests[row] for row in plan.samples]
         plain = all(request.plain for request in drawing)
         fields = _step_fields(total, padded, samples, width) + _draw_fields(0 if plain else len(drawing))
-        views, tensors = self._views(fields, self._next_host())
+        views, tensors, self._used = self._views(fields, self._next_host())
         row_slots = self._update_tables(plan)
 
+        token_ids = [
+            request.tokens[start] if start < len(request.tokens) else -1 - request.slot
+            for request, start in zip(plan.requests[: plan.num_decode], plan.starts)
+        ]
+        for row in range(plan.num_decode, real):
+            start = plan.starts[row]
+            token_ids += plan.requests[row].tokens[start : start + plan.counts[row]]
+        used = len(token_ids)
+        views["token_ids"][:used] = token_ids
         query_start = views["query_start"]
         query_start[0] = 0
         np.cumsum(counts, out=query_start[1 : real + 1])
-        used = int(query_start[real])
-        token_ids = views["token_ids"]
-        for row, (request, start) in enumerate(zip(plan.requests, plan.starts)):
-            if row < plan.num_decode:
-                if start < len(request.tokens):
-                    token_ids[row] = request.tokens[start]
-                else:
-                    token_ids[row] = -1 - request.slot
-            else:
-                count = plan.counts[row]
-                token_ids[query_start[row] : query_start[row] + count] = request.tokens[start : start + count]
-        offsets = np.arange(used) - np.repeat(query_start[:real].astype(np.int64), counts)
-        positions = np.repeat(starts, counts) + offsets
+        positions = np.arange(used) + np.repeat(starts - query_start[:real], counts)
         views["positions"][:used] = positions
         block = self._tables[np.repeat(row_slots, counts), positions // self.block_size].astype(np.int64)
         views["slots"][:used] = block * self.block_size + positions % self.block_size
@@ -109,7 +110,7 @@ class Stage:
         views["block_table"][:real] = self._tables[row_slots, :width]
         views["logit_rows"][: len(plan.samples)] = query_start[1:][plan.samples] - 1
         views["draw_slots"][: len(drawing)] = row_slots[plan.samples]
-        token_ids[used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
+        views["token_ids"][used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
         if rows is not None:
             query_start[real + 1 :] = np.arange(real + 1, rows + 1)
             views["context_len"][real:], views["block_table"][real:] = 1, 0
@@ -119,24 +120,13 @@ class Stage:
             self._write_draws(views, drawing)
         self._copy()
 
-        num_decode = plan.num_decode if rows is None else rows
-        step = Step(
-            token_ids=tensors["token_ids"],
-            positions=tensors["positions"],
-            slots=tensors["slots"],
-            query_start=tensors["query_start"],
-            context_len=tensors["context_len"],
-            block_table=tensors["block_table"],
-            num_decode=num_decode,
-            max_query=max(plan.counts[plan.num_decode :], default=0),
-            max_context=width * self.block_size,
-            logit_rows=tensors["logit_rows"],
-            max_prompt_context=self._width(plan, plan.num_decode) * self.block_size if plan.num_decode < real else None,
-        )
-        wanting = [i for i, request in enumerate(drawing) if request.params.logprobs is not None]
-        most = max((drawing[i].params.logprobs or 0 for i in wanting), default=0)
+        prompt_context = self._width(plan, plan.num_decode) * self.block_size if plan.num_decode < real else None
+        numbers = (rows or plan.num_decode, max(plan.counts[plan.num_decode :], default=0), width * self.block_size,
+                   prompt_context)
         draws = None if plain else self._draws(tensors, drawing)
-        return Batch(step, tensors["draw_slots"], draws, wanting, most)
+        wanting = [] if plain else [i for i, request in enumerate(drawing) if request.params.logprobs is not None]
+        most = max((drawing[i].params.logprobs for i in wanting), default=0)
+        return Batch(_step(tensors, numbers), tensors["draw_slots"], draws, wanting, most)
 
     def staged(self, batch: Batch, graph: str) -> Staged:
         """Of the step that was packed last."""
@@ -149,12 +139,10 @@ class Stage:
     def repeat(self, staged: Staged) -> Batch:
         """What another rank's stage packed; its draws stay there."""
         turn = self._next_host()
-        views, tensors = self._views(_step_fields(*staged.sizes), turn)
+        views, tensors, self._used = self._views(_step_fields(*staged.sizes), turn)
         self._hosts[turn][: len(staged.data)].numpy()[:] = np.frombuffer(staged.data, np.uint8)
         self._copy()
-        names = ("token_ids", "positions", "slots", "query_start", "context_len", "block_table", "logit_rows")
-        step = Step(**{name: tensors[name] for name in names}, **dict(zip(NUMBERS, staged.numbers)))
-        return Batch(step, tensors["draw_slots"], None, [], 0)
+        return Batch(_step(tensors, staged.numbers), tensors["draw_slots"], None, [], 0)
 
     def width_for(self, plan: Plan) -> int:
         """Blocks per row of the block table: the longest context's, rounded up to a power of two (few shapes to compile)."""
@@ -224,15 +212,16 @@ class Stage:
             event.synchronize()
         return self._turn
 
-    def _views(self, fields: list[tuple], turn: int) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
-        offsets, self._used = _layout(fields)
+    def _views_of(self, fields: Fields, turn: int) -> tuple[dict[str, np.ndarray], dict[str, Tensor], int]:
+        """Of the host's buffer and of the device's, and the bytes they take."""
+        offsets, size = _layout(fields)
         host = self._hosts[turn].numpy()
         views, tensors = {}, {}
         for (name, dtype, shape), offset in zip(fields, offsets):
             end = offset + prod(shape) * dtype.itemsize
             views[name] = host[offset:end].view(NUMPY[dtype]).reshape(shape)
             tensors[name] = self._buffer[offset:end].view(dtype).view(shape)
-        return views, tensors
+        return views, tensors, size
 
     def _copy(self) -> None:
         event = self._copied[self._turn]
@@ -241,8 +230,12 @@ class Stage:
             event.record()
 
 
-def _step_fields(tokens: int, rows: int, samples: int, width: int) -> list[tuple]:
-    return [
+def _step(tensors: dict[str, Tensor], numbers: Sequence[int | None]) -> Step:
+    return Step(**{name: tensors[name] for name in TENSORS}, **dict(zip(NUMBERS, numbers)))
+
+
+def _step_fields(tokens: int, rows: int, samples: int, width: int) -> Fields:
+    return (
         ("token_ids", torch.int64, (tokens,)),
         ("slots", torch.int64, (tokens,)),
         ("positions", torch.int32, (tokens,)),
@@ -251,19 +244,19 @@ def _step_fields(tokens: int, rows: int, samples: int, width: int) -> list[tuple
         ("query_start", torch.int32, (rows + 1,)),
         ("context_len", torch.int32, (rows,)),
         ("block_table", torch.int32, (rows, width)),
-    ]
+    )
 
 
-def _draw_fields(samples: int) -> list[tuple]:
+def _draw_fields(samples: int) -> Fields:
     """After the step's fields, whose addresses then do not depend on how many rows are sampled."""
-    return [
+    return (
         ("top_k", torch.int64, (samples,)),
         ("keys", torch.int64, (samples, 2)),
         ("parameters", torch.float32, (len(PARAMETERS), samples)),
-    ]
+    )
 
 
-def _layout(fields: list[tuple]) -> tuple[list[int], int]:
+def _layout(fields: Fields) -> tuple[list[int], int]:
     """Byte offset of each field, and the size of all."""
     offsets, at = [], 0
     for _, dtype, shape in fields:

@@ -13,7 +13,7 @@ tokens with the state of the cache.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 ROOT = 0  # identity of the empty prefix
 
@@ -110,31 +110,6 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
-
-    def check(self, tables: Iterable[tuple[Sequence[int], int]] = ()) -> None:
-        """Raise AssertionError unless every block is in exactly one state and only full, findable blocks are shared.
-
-        tables: (blocks, computed tokens) of every request that holds any.
-        """
-        held = [0] * self.num_blocks
-        for blocks, num_computed in tables:
-            for position, block in enumerate(blocks):
-                held[block] += 1
-                full, holders = (position + 1) * self.block_size <= num_computed, self._holders[block]
-                assert full or holders == 1, f"block {block} is being written and has {holders} holders"
-        assert held == self._holders, "holders differ from the blocks in the requests' tables"
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is both free and cached"
-        idle = {block for block, count in enumerate(held) if count == 0}
-        assert free | cached == idle, f"blocks lost or in use while free: {(free | cached) ^ idle}"
-        named = {block: key for key, (block, _) in self._index.items()}
-        assert len(named) == len(self._index), "one block has two contents"
-        assert named == {b: k for b, k in enumerate(self._key_of) if k is not None}, "index and contents differ"
-        assert cached <= set(named), "a cached block cannot be found"
-        assert not free & set(named), "a free block can be found"
-        for block, count in enumerate(held):
-            assert count < 2 or block in named, f"block {block} is shared and not findable"
 
     def _key(self, identity: int, tokens: Sequence[int], num_prompt: int, start: int) -> Key:
         end = start + self.block_size

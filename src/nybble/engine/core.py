@@ -72,26 +72,34 @@ class Engine:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, message: Submit) -> None:
-        """Queue a request; one that can never run is refused in the next step's answers."""
+    def submit(self, *messages: Submit) -> None:
+        """Queue requests; one that can never run is refused in the next step's answers.
+
+        Of several, those whose answers may be longest start first: then the last of them end together, in steps with many rows
+        (longest processing time first: Graham, 1969)."""
+        accepted = [request for message in messages for request in self._accept(message)]
+        for request in sorted(accepted, key=lambda one: one.params.max_tokens or self.max_context, reverse=True):
+            self.scheduler.add(request)
+
+    def _accept(self, message: Submit) -> list[Request]:
+        """A message's completions, where nothing keeps them from starting."""
         refused = self._refusal(message)
         if refused is not None:
             self._answers.append(Refused(message.request_id, *refused))
-            return
+            return []
         params, prompt = message.params, message.token_ids
         limit = self.max_context if params.max_tokens is None else len(prompt) + params.max_tokens
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.config.eos_ids))
         seed = params.seed if params.seed is not None else self._own_seed()
-        self._live[message.request_id] = [
+        live = self._live[message.request_id] = [
             Request(message.request_id, index, prompt, params, limit, stop_ids, completion_seed(seed, index))
             for index in range(params.n)
         ]
         self._prompt_tokens += len(prompt)
-        if params.grammar is not None:
-            self._compiling.append((self._live[message.request_id], self.grammars.compile(params.grammar)))
-            return
-        for request in self._live[message.request_id]:
-            self.scheduler.add(request)
+        if params.grammar is None:
+            return list(live)
+        self._compiling.append((live, self.grammars.compile(params.grammar)))
+        return []
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End what is left of a request, or only its completion `index`; what is unknown or has ended is ignored."""
@@ -234,13 +242,8 @@ class Engine:
                 reason = "length"
             if reason is not None:
                 self._end(request, reason)
-            entry = logprobs[i] if logprobs is not None else None
-            answers.append(
-                Delta(
-                    request.request_id, request.index, [token], None if entry is None else [entry], reason,
-                    request.cached_tokens,
-                )
-            )  # fmt: skip
+            entries = None if logprobs is None or logprobs[i] is None else [logprobs[i]]
+            answers.append(Delta(request.request_id, request.index, [token], entries, reason, request.cached_tokens))
 
     def _fail(self, plan: Plan, error: Exception, answers: list[Delta | Refused]) -> None:
         """A step did not run: its requests fail, and with them what it may not have computed leaves the prefix cache."""

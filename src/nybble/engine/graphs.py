@@ -137,10 +137,10 @@ class MixedGraphs:
         """(x, residual) of a step that the stage padded to a bucket: valid until the next replay."""
         cut = self._cuts[len(step.token_ids)]
         assert self._attended is not None
-        attended = self._attended[: len(step.token_ids)]
+        attended, launches = self._attended[: len(step.token_ids)], {}
         for graph, attention, q, kv in cut.parts:
             graph.replay()
-            attention.attend(q, kv, step, attended)
+            attention.attend(q, kv, step, attended, launches)
         cut.last.replay()
         return cut.x, cut.residual
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from nybble.formats.numerics import FLOAT8
-from nybble.formats.spec import INT4_KV_GROUPS, KV
-from nybble.kernels.types import LayerKV, scaled
+from nybble.kernels.types import LayerKV, cache_shapes, scaled
 
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PARAMETER_BYTES = {"int8": 4, "int4": 4 * INT4_KV_GROUPS}  # per token and head: float16 scales and minima
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_CUDA_FRACTION = 0.9
 
@@ -55,13 +52,10 @@ class MemoryPlan:
 
 
 def bytes_per_token(config: Shape, kv_name: str) -> int:
-    """K and V of one token in all layers, scales and minima included.
-
-    Raises ValueError for an unknown `kv_name`, or an int4 cache with a head_dim that is no multiple of 4.
-    """
-    check_name(kv_name, config)
-    per_head = config.head_dim * KV[kv_name].num.bits // 8 + PARAMETER_BYTES.get(kv_name, 0)
-    return 2 * config.num_layers * config.num_kv_heads * per_head
+    """K and V of one token in all layers, scales and minima included. Raises as `kernels.types.cache_shapes`."""
+    shape, store, params = cache_shapes(kv_name, 1, config.num_kv_heads, 1, config.head_dim)
+    parameter_bytes = 0 if params is None else 2 * math.prod(params)
+    return 2 * config.num_layers * (math.prod(shape) * store.itemsize + parameter_bytes)
 
 
 def allocate(
@@ -73,37 +67,22 @@ def allocate(
     scales: Sequence[tuple[float, float] | None] | None = None,
 ) -> list[LayerKV]:
     """One zeroed `LayerKV` per layer. `scales`: per layer (k_scale, v_scale), fp8 only. Raises as `bytes_per_token`."""
-    check_name(kv_name, config)
-    store = FLOATS.get(kv_name) or FLOAT8.get(KV[kv_name].num.name, torch.uint8)
-    width = config.head_dim // 2 if kv_name == "int4" else config.head_dim
-    shape = (num_blocks, config.num_kv_heads, block_size)
+    shape, store, params = cache_shapes(kv_name, num_blocks, config.num_kv_heads, block_size, config.head_dim)
 
-    def zeros(last: int, of: torch.dtype, shape: tuple[int, ...] = shape) -> torch.Tensor:
+    def zeros(shape: tuple[int, ...], of: torch.dtype) -> torch.Tensor:
         # In bytes, because not every torch fills float8. numpy's zeros are pages that take memory when they are first
         # written, so a CPU's cache costs what is used of it.
-        size = (*shape, last * of.itemsize)
+        size = (*shape[:-1], shape[-1] * of.itemsize)
         if torch.device(device).type == "cpu":
             return torch.from_numpy(np.zeros(size, np.uint8)).view(of)
         return torch.zeros(size, dtype=torch.uint8, device=device).view(of)
 
     layers = []
     for layer in range(config.num_layers):
-        params = [zeros(2, torch.float16, params_shape(shape, kv_name)) if KV[kv_name].zero else None for _ in range(2)]
-        cache = LayerKV(kv_name, zeros(width, store), zeros(width, store), params[0], params[1])
+        pair = [None if params is None else zeros(params, torch.float16) for _ in range(2)]
+        cache = LayerKV(kv_name, zeros(shape, store), zeros(shape, store), *pair)
         layers.append(scaled(cache, scales[layer] if scales is not None else None))
     return layers
-
-
-def params_shape(shape: tuple[int, int, int], kv_name: str) -> tuple[int, ...]:
-    """Of a layer's scales and minima but for the last axis, (scale, minimum): int4 has them per group of channels."""
-    return (*shape[:2], INT4_KV_GROUPS, shape[2]) if kv_name == "int4" else shape
-
-
-def check_name(kv_name: str, config: Shape) -> None:
-    if kv_name not in KV:
-        raise ValueError(f"kv = {kv_name!r} is not a KV cache type; there are {', '.join(KV)}")
-    if kv_name == "int4" and config.head_dim % 4:
-        raise ValueError(f"kv = 'int4' stores quarters of a head and head_dim is {config.head_dim}; int8 would do")
 
 
 def kv_budget(kv_memory: float | None, device: torch.device, workspace: int) -> int:

@@ -15,9 +15,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +31,7 @@ from nybble.engine.config import EngineConfig
 from nybble.engine.process import end_with
 from nybble.nn.parallel import Group, new_meeting, open_group
 
-CLOSE_S = 5.0
+CLOSE_S = 2.0  # for all ranks to end by themselves; less than a client gives the engine
 LAST_WORDS_S = 0.2
 
 
@@ -106,11 +108,13 @@ class Ranks:
         for rank, (channel, process) in enumerate(zip(self._channels, self._processes), 1):
             if not isinstance(answer := channel.receive(), Ready):
                 raise RuntimeError(_why(rank, answer, process))
-        self.group = open_group(0, size, device, meeting)
-        group.append(self.group)
+        opening: Future[Group] = Future()
+        threading.Thread(target=_meet, args=(opening, size, device, meeting), name="meeting", daemon=True).start()
         for rank, channel in enumerate(self._channels, 1):
-            watching = (rank, channel, self._processes, self.group)
+            watching = (rank, channel, self._processes, opening)
             threading.Thread(target=_watch, args=watching, name=f"rank {rank}", daemon=True).start()
+        self.group = opening.result()
+        group.append(self.group)
 
     def tell(self, step: Staged) -> None:
         """Raises RuntimeError when a rank is gone."""
@@ -130,9 +134,24 @@ def _why(rank: int, answer: object, process: subprocess.Popen) -> str:
     return f"rank {rank} ended: exit status {process.returncode}, its messages above may say why"
 
 
-def _watch(rank: int, channel: Channel, processes: Sequence[subprocess.Popen], group: Group) -> None:
+def _meet(opening: Future[Group], size: int, device: torch.device, meeting: bytes) -> None:
+    """In a thread of its own: a library that waits for a rank cannot be told that there is none any more."""
+    with suppress(InvalidStateError):
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # this thread's
+            opening.set_result(open_group(0, size, device, meeting))
+        except Exception as error:
+            opening.set_exception(error)
+
+
+def _watch(rank: int, channel: Channel, processes: Sequence[subprocess.Popen], opening: Future[Group]) -> None:
     """A rank says nothing until it ends; then nobody may wait for it, and the others are of no use."""
-    group.lose(_why(rank, channel.receive(), processes[rank - 1]))
+    why = _why(rank, channel.receive(), processes[rank - 1])
+    with suppress(InvalidStateError):
+        opening.set_exception(RuntimeError(why))
+    if opening.exception() is None:
+        opening.result().lose(why)
     for process in processes:
         process.kill()
 
@@ -142,11 +161,12 @@ def _end(channels: Sequence[Channel], processes: Sequence[subprocess.Popen], gro
         group.lose("the engine is closed")
     for channel in channels:
         channel.close()
+    deadline = time.monotonic() + CLOSE_S
     for process in processes:
         try:
-            process.wait(CLOSE_S)
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.kill()  # ends a stopped one too
             process.wait()
     for group in groups:
         group.close()

@@ -159,19 +159,6 @@ class Scheduler:
         self._blocked = False  # also when the head itself was taken out
         request.finish_reason = reason
 
-    def check(self) -> None:
-        """Integrity of blocks, slots and lengths. AssertionError says what is broken."""
-        self.pool.check((r.blocks, r.num_computed) for r in self.running)
-        slots = [r.slot for r in self.running]
-        assert sorted(slots + self._slots) == list(range(self.limits.max_batch)), "slots lost or used twice"
-        for request in self.running:
-            assert request.finish_reason is None, f"{request} runs"
-            assert request.num_computed <= request.num_tokens <= request.max_tokens_total, f"{request}"
-            assert len(request.blocks) * self.limits.block_size >= request.num_computed, f"{request} has no room"
-        for request in self.waiting:
-            assert request.slot == NO_SLOT, f"{request} waits and holds a slot"
-            assert not request.blocks, f"{request} waits and holds blocks"
-
     # ---- one request in one step --------------------------------------------------------------------------------------
 
     def _fill(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
-from nybble.evals.evaluate import comparison, evaluate
+from nybble.checkpoint import open_checkpoint
+from nybble.engine.kvcache import bytes_per_token
+from nybble.evals.evaluate import Evaluation, comparison, deltas, evaluate
 from nybble.evals.likelihood import Progress
-from nybble.quantize import Recipe, quantize_checkpoint
+from nybble.evals.report import verdict
+from nybble.models import read_config
+from nybble.quantize import Recipe, Report, quantize_checkpoint
 
 WINDOW = 1024
 
@@ -38,4 +43,18 @@ def run_demo(model: Path | None, output: Path, device: str, progress: Progress |
         tasks = [f"ppl:{text}"]
         before = evaluate(source, tasks, window=WINDOW, device=device, progress=named("before"), keep=True)
         after = evaluate(output, tasks, window=WINDOW, device=device, progress=named("after"), against=before)
-    return f"{report}\n\n{comparison(before, after)}\n"
+    return f"{report}\n\n{comparison(before, after)}\n\n{in_words(report, before, after)}\n"
+
+
+def in_words(report: Report, before: Evaluation, after: Evaluation) -> str:
+    """What it cost, what it saved, and whether that is worth it: the figures measured above, in sentences."""
+    [change] = deltas(before, after)
+    apart = after.divergences[change.task]
+    config = read_config(open_checkpoint(report.output).config)
+    now, then = (bytes_per_token(config, kv) / 1024 for kv in (after.kv, "bf16"))
+    grew, low, high = (f"{math.expm1(nats):+.1%}" for nats in (change.change, change.low, change.high))
+    return (f"Perplexity went from {change.before:.2f} to {change.after:.2f}: {grew}, with 95 % confidence {low} to {high}.\n"
+            f"The weights shrank from {report.bytes_16bit / 1e6:,.0f} MB in 16 bits to {report.bytes_written / 1e6:,.0f} MB, "
+            f"{report.bytes_16bit / report.bytes_written:.1f} times ({16 / report.bits_per_weight:.1f} times in the layers), "
+            f"the KV cache from {then:.1f} to {now:.1f} KiB a token, {then / now:.1f} times.\n"
+            f"Worth it? {verdict(change.change, apart, after.model, before.model)}")

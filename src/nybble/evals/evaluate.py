@@ -40,13 +40,9 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every task's metrics, and the scores of each item."""
         named = lambda m: "perplexity" if m == "nll" else m  # noqa: E731
-        finite = lambda x: x if math.isfinite(x) else None  # noqa: E731
-        tasks = [
-            {"task": r.task, "items": len(r.scores[r.headline]), "headline": named(r.headline), "seconds": r.seconds,
-             "note": r.note, "metrics": {named(m): r.value(m) for m in r.scores}, "scores": r.scores,
-             "standard_errors": {m: finite(r.standard_error(m)) for m in r.scores}}
-            for r in self.results
-        ]
+        tasks = [{"task": r.task, "items": len(r.scores[r.headline]), "headline": named(r.headline), "seconds": r.seconds,
+                  "note": r.note, "metrics": {named(m): r.value(m) for m in r.scores}, "scores": r.scores,
+                  "standard_errors": {m: r.standard_error(m) for m in r.scores}} for r in self.results]
         return {"model": self.model, "scheme": self.scheme, "kv": self.kv, "device": self.device, "tasks": tasks,
                 "divergences": {name: asdict(found) for name, found in self.divergences.items()}}
 
@@ -98,7 +94,7 @@ def evaluate(
     for what, value, least in counts:
         if value is not None and value < least:
             raise ValueError(f"{what} = {value}: wants {least} or more")
-    asked = [(name, rest) for name, _, rest in (task.strip().partition(":") for task in dict.fromkeys(tasks))]
+    asked = list(dict.fromkeys((name, rest) for name, _, rest in (task.strip().partition(":") for task in tasks)))
     if not asked or ("ppl", "") in asked:
         raise ValueError(f"tasks = {list(tasks)}: wants one or more of ppl:FILE, {', '.join(TASKS)} (--ppl FILE, "
                          "--tasks NAME,...)")
@@ -117,10 +113,10 @@ def evaluate(
     divergences, traces = {}, {}
     for name, rest in asked:
         if name == "ppl":
-            label = f"ppl:{Path(rest).name}"
+            alone = [Path(text).name for task, text in asked if task == "ppl"].count(Path(rest).name) == 1
+            label = f"ppl:{Path(rest).name if alone else rest}"
             other = against.traces.get(label) if against is not None else None
-            found = perplexity(subject.model, subject.encode(items[name, rest]), window, subject.kv, max_windows, progress,
-                               subject.kv_scales, other, keep)
+            found = perplexity(subject, subject.encode(items[name, rest]), window, max_windows, progress, other, keep)
             results[name, rest] = TaskResult(label, "nll", {"nll": found.window_nll}, found.seconds,
                                              _windows(found, window, subject.model.config.max_position))
             if found.divergence is not None:
@@ -176,8 +172,9 @@ def comparison(before: Evaluation, after: Evaluation) -> str:
     lines = [("task", "metric", before.model, after.model, "change", "95 % interval", "p", "items")]
     for d in deltas(before, after):
         unit = "nats/token" if d.metric == "nll" else "points"
+        p = "" if d.p is None else "<0.001" if d.p < 0.001 else f"{d.p:.3f}"
         lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{signed(d, d.change)} {unit}",
-                      f"{signed(d, d.low)} to {signed(d, d.high)}", "" if d.p is None else f"{d.p:.3f}", str(d.items)))
+                      f"{signed(d, d.low)} to {signed(d, d.high)}", p, str(d.items)))
     text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines) + _notes(after)]
     text += [f"{name}: KL({before.model} || {after.model}) {d.kl_mean:.5f} nats mean, {d.kl_99:.4f} at the 99th percentile; "
              f"same token first in {d.top1_agreement:.2%} of {d.tokens:,}" for name, d in after.divergences.items()]
@@ -214,6 +211,15 @@ def mcnemar(x: Sequence[float], y: Sequence[float]) -> float:
     """Exact two-sided p: items that changed are as likely to have become right as wrong."""
     gained, lost = changed(x, y)
     return min(1.0, 2 * sum(math.comb(gained + lost, k) for k in range(min(gained, lost) + 1)) / 2 ** (gained + lost))
+
+
+def jsonable(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have: the interval of a single window, what a broken model gives."""
+    if isinstance(value, dict):
+        return {key: jsonable(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def changed(x: Sequence[float], y: Sequence[float]) -> tuple[int, int]:

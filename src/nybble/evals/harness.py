@@ -59,22 +59,22 @@ def harness_model(path: str | Path, kv: str = "auto", device: str = "auto", base
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             from nybble.llm import LLM
 
-            options = [request.args[1] for request in requests]
             with LLM(path, kv=self.subject.kv_name, device=device) as llm:
-                params = [_params(one) for one in options]
-                room = [llm.info().max_context - (one.max_tokens or 0) for one in params]
-                prompts = [llm.tokenizer.encode(request.args[0])[-most:] for request, most in zip(requests, room)]
+                context = llm.info().max_context
+                params = [_params(request.args[1], context // 2) for request in requests]
+                prompts = [llm.tokenizer.encode(request.args[0])[one.max_tokens - context :]
+                           for request, one in zip(requests, params)]
                 return [response.text for response in llm.generate(prompts, params)]
 
     return NybbleLM()
 
 
-def _params(options: dict[str, Any]) -> Any:
-    """lm-eval's generation options as ours. It samples only when told to."""
+def _params(options: dict[str, Any], most: int) -> Any:
+    """lm-eval's generation options as ours. It samples only when told to. most: tokens, so that a prompt has room."""
     from nybble.engine.messages import SamplingParams
 
     until: Iterable[str] = options.get("until") or ()
     temperature = float(options.get("temperature", 0.0)) if options.get("do_sample", True) else 0.0
     stop = (until,) if isinstance(until, str) else tuple(until)
     return SamplingParams(temperature=temperature, top_p=float(options.get("top_p", 1.0)), stop=stop,
-                          max_tokens=options.get("max_gen_toks", 256))
+                          max_tokens=min(options.get("max_gen_toks", 256), most))

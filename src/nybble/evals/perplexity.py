@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.evals.likelihood import Progress, tracked
-from nybble.models import Decoder
+from nybble.evals.likelihood import Progress, Subject, tracked
 from nybble.models.window import hidden_window
 from nybble.nn.embed import Head
 
@@ -47,11 +46,10 @@ class Divergence:
 @dataclass(frozen=True)
 class Perplexity:
     """window_nll: mean negative log-likelihood of each window, in nats; the same windows of two models can be compared in
-    pairs. kv: the cache type in effect, None for the activations' own dtype."""
+    pairs."""
 
     window_nll: tuple[float, ...]
     window: int
-    kv: str | None
     seconds: float
     divergence: Divergence | None = None
     trace: Trace | None = field(default=None, repr=False, compare=False)
@@ -67,16 +65,14 @@ class Perplexity:
 
 
 @torch.inference_mode()
-def perplexity(model: Decoder, token_ids: Sequence[int], window: int = 2048, kv: str | None = None,
-               max_windows: int | None = None, progress: Progress | None = None,
-               kv_scales: Sequence[tuple[float, float] | None] | None = None, against: Trace | None = None,
-               keep: bool = False) -> Perplexity:
+def perplexity(subject: Subject, token_ids: Sequence[int], window: int = 2048, max_windows: int | None = None,
+               progress: Progress | None = None, against: Trace | None = None, keep: bool = False) -> Perplexity:
     """Perplexity of a token stream. The rest that fills no window is left out; a stream shorter than one window is one.
 
-    kv: a key of `formats.spec.KV`, None for the activations' own dtype. kv_scales: per layer, for fp8 caches. against: another
-    model's trace of the same windows. keep: return the trace of this one.
+    against: another model's trace of the same windows. keep: return the trace of this one.
     Raises ValueError when the stream has fewer than two tokens, a number makes no sense, or the trace is of other windows.
     """
+    model = subject.model
     if window < 2 or (max_windows is not None and max_windows < 1):
         raise ValueError(f"window = {window}, max_windows = {max_windows}: wants windows of 2 tokens and more, at least one")
     if len(token_ids) < 2:
@@ -89,7 +85,7 @@ def perplexity(model: Decoder, token_ids: Sequence[int], window: int = 2048, kv:
     started, means, kept, apart, agree = time.perf_counter(), [], [], [], []
     for i in tracked(range(count), "perplexity", progress):
         ids = torch.tensor(token_ids[i * window : (i + 1) * window])
-        hidden = hidden_window(model, ids[None], kv, kv_scales)[0]
+        hidden = hidden_window(model, ids[None], subject.kv, subject.kv_scales)[0]
         other = None if against is None else against.hidden[i].to(hidden.device)
         nll = []
         for start in range(0, window - 1, LOGIT_ROWS):
@@ -111,4 +107,4 @@ def perplexity(model: Decoder, token_ids: Sequence[int], window: int = 2048, kv:
         kl, same = torch.cat(apart).numpy(), torch.cat(agree)
         divergence = Divergence(float(kl.mean()), float(np.quantile(kl, 0.99)), float(same.double().mean()), len(kl))
     trace = Trace(tuple(kept), model.head.whole()) if keep else None
-    return Perplexity(tuple(means), window, kv, time.perf_counter() - started, divergence, trace)
+    return Perplexity(tuple(means), window, time.perf_counter() - started, divergence, trace)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 
 from nybble.checkpoint import open_checkpoint
-from nybble.evals.evaluate import Delta, Evaluation, deltas, evaluate, free_device_memory, shown, signed
+from nybble.evals.evaluate import Delta, Evaluation, deltas, evaluate, free_device_memory, jsonable, shown, signed
 from nybble.evals.examine import Anatomy, examine
 from nybble.evals.likelihood import Progress, open_subject
 from nybble.evals.perplexity import Divergence
@@ -66,7 +66,7 @@ def report(
     said = advice(found, before, after, changes)
     content = {"model": after.to_dict(), "against": before.to_dict() if before else None, "deltas": [vars(d) for d in changes],
                "bits_per_weight": found.bits_per_weight, "anatomy": asdict(found), "advice": said}
-    return render(found, before, after, changes, said), content
+    return render(found, before, after, changes, said), jsonable(content)
 
 
 def verdict(change: float, apart: Divergence | None, model: str, against: str) -> str:

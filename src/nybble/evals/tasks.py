@@ -129,7 +129,7 @@ def _lambada(row: Row) -> Item:
 
 def _exam_rows(path: Path) -> list[tuple[str, list[str], int]]:
     """(question, four choices, gold) of a file of MMLU or C-Eval."""
-    lines = list(csv.reader(io.StringIO(read_text(path))))
+    lines = [line for line in csv.reader(io.StringIO(read_text(path))) if line]
     head = lines.pop(0) if lines and "question" in lines[0] else ["question", *"ABCD", "answer"]  # the original MMLU has none
     rows, names = [dict(zip(head, line)) for line in lines], [name for name in head if name in "ABCD" or name[:6] == "choice"]
     gold = lambda answer: "ABCD".index(answer) if answer in "ABCD" else int(answer)  # noqa: E731

@@ -25,6 +25,11 @@ def to_float8(x: Tensor, scale: Tensor | float, num: Num) -> Tensor:
     return (x.float() / scale).clamp_(num.qmin, num.qmax).to(FLOAT8[num.name])
 
 
+def reciprocal(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 for 0: dead groups never become inf or NaN."""
+    return torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per-token symmetric int8. [M, K] float -> (int8 [M, K], float32 [M]); scale = max(absmax, eps) / 127.
 
@@ -49,8 +54,7 @@ def quantize_min_max(x: Tensor, levels: int, centred: bool = False) -> tuple[Ten
     scale = ((high - low) / levels).to(torch.float16)
     minimum = low.to(torch.float16)
     step = scale.float()
-    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-    codes = torch.round((wide - minimum.float()[..., None]) * inverse[..., None]).clamp_(0, levels)
+    codes = torch.round((wide - minimum.float()[..., None]) * reciprocal(step)[..., None]).clamp_(0, levels)
     if centred:
         minimum = (wide - codes * step[..., None]).mean(-1).to(torch.float16)
     return codes.to(torch.uint8), scale, minimum
@@ -58,15 +62,12 @@ def quantize_min_max(x: Tensor, levels: int, centred: bool = False) -> tuple[Ten
 
 def quantize_weight(weight: Tensor, spec: Spec, scale: Tensor, zero: Tensor | None = None) -> QTensor:
     """Round a float [N, K] weight to the nearest code of `spec` for given scales ([N, K // group] fp32). Tiles with scale 0
-    get code 0 (or their zero): dead groups never become inf or NaN."""
-    n, k = weight.shape
-    wide = expand(scale, (n, k))
-    inverse = torch.where(wide > 0, 1.0 / wide, torch.zeros_like(wide))
-    values = weight.float() * inverse
+    get code 0 (or their zero)."""
+    values = weight.float() * reciprocal(expand(scale, weight.shape))
     if spec.num.kind == "float":
         return QTensor(spec, values.clamp_(spec.num.qmin, spec.num.qmax).to(FLOAT8[spec.num.name]), scale)
     if zero is not None:
-        values = values + expand(zero, (n, k))
+        values = values + expand(zero, weight.shape)
     codes = torch.round(values).clamp_(spec.num.qmin, spec.num.qmax).to(torch.int8)
     return QTensor(spec, codes, scale, zero)
 
@@ -75,8 +76,7 @@ def random_qtensor(spec: Spec, shape: tuple[int, int], generator: torch.Generato
     """A random [N, K] weight of about unit gain on the generator's device, for benchmarks and self-tests. The group is cut to
     one that divides K; float8 codes are drawn in `dtype`. Scales lie between half and one and a half times their average, so
     that one read from the wrong place shows."""
-    n, k = shape
-    device = generator.device
+    k, device = shape[1], generator.device
     spread, low, high = 1.0, int(spec.num.qmin), int(spec.num.qmax)
     if spec.num.kind == "float":
         codes = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator).to(FLOAT8[spec.num.name])
@@ -85,10 +85,10 @@ def random_qtensor(spec: Spec, shape: tuple[int, int], generator: torch.Generato
         codes = torch.randint(low, high + 1, shape, dtype=whole, device=device, generator=generator)
         spread = (high - low + 1) / math.sqrt(12.0)
     spec = spec.with_group(fit_group(spec.group, k))
-    tiles = (1 if spec.tile[0] is None else -(-n // spec.tile[0]), 1 if spec.group is None else k // spec.group)
+    tiles = spec.num_scales(shape)
     value = 1.0 / (spread * math.sqrt(k))
     scale = torch.rand(tiles, device=device, generator=generator) + 0.5
     if spec.over is not None:  # an integer grid: int4 codes times scales below 127 / 8
-        return QTensor(spec, codes, torch.round(scale * 10), over=torch.full((n, 1), value / 10, device=device))
+        return QTensor(spec, codes, torch.round(scale * 10), over=torch.full((shape[0], 1), value / 10, device=device))
     zero = torch.full(tiles, (high + 1) / 2, device=device) if spec.zero else None
     return QTensor(spec, codes, scale * value, zero)

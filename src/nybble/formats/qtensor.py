@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class QTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self.codes.shape)  # type: ignore[return-value]
+        return tuple(self.codes.shape)
 
     def to(self, device: torch.device | str) -> QTensor:
         move = lambda t: None if t is None else t.to(device)  # noqa: E731
@@ -64,7 +65,6 @@ def expand(scale: Tensor, shape: tuple[int, int], order: Tensor | None = None, t
 
 def inner_codes(q: QTensor) -> Tensor:
     """The int8 operand of the dot product where scales live on a coarser grid. int8 [N, K]."""
-    assert q.over is not None
     grid = torch.round(q.codes.float() * expand(q.scale, q.shape, q.order, q.spec.tile))
     return grid.clamp_(-128, 127).to(torch.int8)
 
@@ -78,6 +78,11 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if q.zero is not None:
         values = values - expand(q.zero, q.shape, q.order, q.spec.tile).to(wide)
     return (values * expand(q.scale, q.shape, q.order, q.spec.tile).to(wide)).to(dtype)
+
+
+def dense(value: Tensor | QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of a weight, quantized or not."""
+    return dequantize(value, dtype) if isinstance(value, QTensor) else value.to(dtype)
 
 
 def join(parts: Sequence[QTensor]) -> QTensor:
@@ -117,18 +122,11 @@ def cut(q: QTensor, axis: int, start: int, stop: int) -> QTensor:
     if q.scale.shape[1] == 1 or q.order is not None:
         order = None if q.order is None else q.order[start:stop]
         return replace(q, codes=codes, order=order)
-    group = q.spec.tile[1]
-    assert group is not None
+    group = q.spec.group
     if start % group == 0 and (stop % group == 0 or stop == q.shape[1]):
         tiles = slice(start // group, -(-stop // group))
         return replace(q, codes=codes, scale=q.scale[:, tiles], zero=None if q.zero is None else q.zero[:, tiles])
-    step = _common_group(group, start, stop)
+    step = gcd(group, start, stop)
     index = torch.arange(start, stop, step, device=q.scale.device) // group
     spec = q.spec.with_group(step)
     return replace(q, spec=spec, codes=codes, scale=q.scale[:, index], zero=None if q.zero is None else q.zero[:, index])
-
-
-def _common_group(group: int, start: int, stop: int) -> int:
-    from math import gcd
-
-    return gcd(group, gcd(start, stop))

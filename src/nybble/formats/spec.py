@@ -55,6 +55,11 @@ class Spec:
         """Input channels that share a scale along the last axis, `None` when one scale spans it."""
         return self.tile[-1]
 
+    def num_scales(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Of an [N, K] weight: tiles along each axis, the last of which may be a part."""
+        rows, columns = (1 if size is None else -(-side // size) for size, side in zip(self.tile, shape))
+        return rows, columns
+
     def with_group(self, group: int | None) -> Spec:
         return replace(self, tile=(*self.tile[:-1], group))
 

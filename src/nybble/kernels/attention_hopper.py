@@ -9,6 +9,8 @@ As in the portable kernel, tiles lie at multiples of TILE and a tile that a row 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -193,14 +195,16 @@ def layout(head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 def prompt(q: Tensor, k: Tensor, v: Tensor, context_len: Tensor, query_start: Tensor, out: Tensor, max_query: int,
            first_row: int, rows: int, first_head: int, heads: int, group: int, capacity: int, q_scale: float,
-           v_scale: float) -> None:
+           v_scale: float, launch: Callable) -> None:
     """Attention of `rows` rows under the query heads of `heads` KV heads, into `out`.
 
     q, out [T, Hq, D]; k, v [>= rows * heads * capacity, D] fp16 or bf16, capacity a multiple of TILE; q_scale is for powers of
-    two. `first_row` and `first_head` say where the rows and KV heads lie in the step.
+    two. `first_row` and `first_head` say where the rows and KV heads lie in the step. launch: see
+    `attention_triton.launch`.
     """
     head_dim = k.shape[1]
     k_desc, v_desc = (TensorDescriptor.from_tensor(x, [TILE, head_dim], layout(head_dim, k.dtype)) for x in (k, v))
-    _prompt[(heads * group, triton.cdiv(max_query, ROWS), rows)](
+    launch(
+        _prompt, (heads * group, triton.cdiv(max_query, ROWS), rows),
         q, k_desc, v_desc, context_len, query_start, out, first_row, first_head, capacity, q_scale, v_scale, q.shape[1], group,
         head_dim, ROWS, TILE, STAGES[head_dim], num_warps=4)

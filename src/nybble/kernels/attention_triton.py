@@ -14,7 +14,9 @@ Codes of 8 bits and fewer become fp16 exactly (bit tricks, no conversion unit); 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -34,39 +36,25 @@ _SIZES = ["table_width", "window", "num_splits", "first_row", "first_head", "cap
 
 
 @triton.jit
-def _planes(raw, KIND: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
-    """Stored units of 16 bits (or whole numbers, "copy") to fp16 codes, exactly, for the tensor cores: one tensor like `raw`
-    for each channel of a unit, in the order of `_channels`. Two bytes in one load is what lets V be transposed on the way to
-    the registers (ldmatrix moves 16 bits). An fp8 e4m3 comes as value / 256: its exponent is only shifted into place. Integers
-    pass through 0x6400 | n, the fp16 1024 + n, and with ASM and not EXACT stay that (the odd quarters of int4: 1024 + 16 n)."""
+def _planes(raw, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Stored units of 16 bits (or whole numbers, "copy") to fp16, exactly, for the tensor cores: one tensor like `raw` for
+    each channel of a unit, in the order of `_channels`. Two bytes in one load is what lets V be transposed on the way to the
+    registers (ldmatrix moves 16 bits). An fp8 e4m3 comes as value / 256: its exponent is only shifted into place. With ASM an
+    integer n is the subnormal fp16 of the same bits, n / 2^24 (see `_unit_of`): tensor cores multiply it like any other."""
     if KIND == "copy":
         return (raw,)
     elif KIND == "int8":
-        if ASM and not EXACT:
+        if ASM:
             return tl.inline_asm_elementwise(
-                "{ .reg .b32 m; mov.b32 m, 0x64006400; lop3.b32 $0, $2, 0x00ff00ff, m, 0xea; prmt.b32 $1, $2, m, 0x7371; }",
-                "=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
-        elif ASM:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 m; mov.b32 m, 0x64006400; lop3.b32 $0, $2, 0x00ff00ff, m, 0xea;"
-                " prmt.b32 $1, $2, m, 0x7371; sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }",
+                "and.b32 $0, $2, 0x00ff00ff; prmt.b32 $1, $2, 0, 0x4341;",
                 "=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
         else:
             return (raw & 0xFF).to(tl.float16), ((raw >> 8) & 0xFF).to(tl.float16)
     elif KIND == "int4":
-        if ASM and not EXACT:
+        if ASM:
             return tl.inline_asm_elementwise(
-                "{ .reg .b32 m, t; mov.b32 m, 0x64006400; shr.u32 t, $4, 8;"
-                " lop3.b32 $0, $4, 0x000f000f, m, 0xea; lop3.b32 $1, $4, 0x00f000f0, m, 0xea;"
-                " lop3.b32 $2, t, 0x000f000f, m, 0xea; lop3.b32 $3, t, 0x00f000f0, m, 0xea; }",
-                "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
-        elif ASM:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 m, t, f, n; mov.b32 m, 0x64006400; mov.b32 f, 0x2c002c00; mov.b32 n, 0xd400d400; shr.u32 t, $4, 8;"
-                " lop3.b32 $0, $4, 0x000f000f, m, 0xea; sub.rn.f16x2 $0, $0, m;"
-                " lop3.b32 $2, t, 0x000f000f, m, 0xea; sub.rn.f16x2 $2, $2, m;"
-                " lop3.b32 $1, $4, 0x00f000f0, m, 0xea; fma.rn.f16x2 $1, $1, f, n;"
-                " lop3.b32 $3, t, 0x00f000f0, m, 0xea; fma.rn.f16x2 $3, $3, f, n; }",
+                "{ .reg .b32 t; shr.u32 t, $4, 8; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;"
+                " and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }",
                 "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
         else:
             return ((raw & 15).to(tl.float16), ((raw >> 4) & 15).to(tl.float16),
@@ -84,6 +72,14 @@ def _planes(raw, KIND: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
         return (raw << 8).to(tl.float16, bitcast=True), (raw & -256).to(tl.float16, bitcast=True)
 
 
+@triton.constexpr_function
+def _unit_of(plane, kind, asm):
+    """What a 1 is in the plane-th tensor of `_planes`: the odd ones of int4 stay four bits further up."""
+    if not asm or kind not in ("int8", "int4"):
+        return 1.0
+    return 2.0**-20 if kind == "int4" and plane % 2 else 2.0**-24
+
+
 @triton.jit
 def _half_of_e4m3(high):
     """fp16 value / 256 of the e4m3 in the high byte of an int16."""
@@ -98,16 +94,10 @@ def _channels(unit, PLANE: tl.constexpr, UNITS: tl.constexpr, KIND: tl.constexpr
 
 
 @triton.jit
-def _scale_min(params, ASM: tl.constexpr):
+def _scale_min(params):
     """The two fp16 of a parameter word. int32 -> fp32 (scale, minimum)."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=f,=f,r", [params], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
-    else:
-        scale = (params & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        minimum = ((params >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        return scale, minimum
+    scale = params.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (params >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -149,8 +139,9 @@ def split_count(context: int, tiles: Tiles) -> int:
 
 @triton.jit
 def _fold(x, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """[TILE, ROWS] -> [8, ROWS]: the part of a sum over keys that lies within a thread."""
-    return tl.sum(tl.reshape(x, (TILE // 8, 8, ROWS)), 0)
+    """[TILE, ROWS] -> [EVERY, 8, ROWS], a sum over keys 32 apart: `decode_sm90.cu` gives each lane of a warp one of 32."""
+    EVERY: tl.constexpr = TILE // 8 if TILE < 32 else 4
+    return tl.sum(tl.reshape(x, (TILE // EVERY // 8, EVERY, 8, ROWS)), 0)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -169,6 +160,7 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
     PER_SET: tl.constexpr = PLANES // SETS
     P_FACTOR: tl.constexpr = 64.0 if KIND == "int8" else (4.0 if KIND == "int4" else 1.0)
     # P_FACTOR: probabilities carry scale_v, at most 131008 / levels; this uses fp16's range and cannot leave it.
+    SCORE_UNIT: tl.constexpr = _unit_of(1, KIND, ASM)  # of a dot: even planes of int4 meet queries 16 times as large
     dtype: tl.constexpr = k_ptr.dtype.element_ty if KIND == "copy" else tl.float16
     SCALAR: tl.constexpr = BLOCK_SIZE % TILE == 0  # a tile inside one block needs one table entry, else one a position
     head = tl.program_id(0)
@@ -217,26 +209,21 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
         factor, inverse = zero + 1.0, zero + 1.0
     q = ()
     q_sums = ()
-    offsets = ()  # what codes that are not exact add to a score: the sum starts from minus that
     for s in tl.static_range(SETS):
         q_sum = zero
-        offset = zero
         for i in tl.static_range(PER_SET):
             x = (wide[s * PER_SET + i] * inverse[None, :]).to(dtype)
             q_sum += tl.sum(x.to(tl.float32), 0)
-            if KIND == "int4" and ASM and i % 2 == 1:
-                x = x * 0.0625
-            offset += tl.sum(x.to(tl.float32), 0) * 1024
-            q = q + (x.to(dtype),)
-        q_sums = q_sums + (q_sum,)
-        offsets = offsets + (tl.zeros((TILE, ROWS), tl.float32) - (offset if INTEGER and ASM else zero)[None, :],)
-    factor = factor * q_scale
+            q = q + ((x * (SCORE_UNIT / _unit_of(i, KIND, ASM))).to(dtype),)
+        q_sums = q_sums + (q_sum * SCORE_UNIT,)
+    factor = factor * (q_scale * (1 / SCORE_UNIT))
 
     best = zero + _FLOOR
     total = zero
     out = (zeros,) * PLANES
     m = zero + _FLOOR
-    weight = tl.zeros((8, ROWS), tl.float32)
+    nothing = _fold(tl.zeros((TILE, ROWS), tl.float32), TILE, ROWS)
+    weight = nothing
     bias = (weight,) * SETS
     acc = (zeros,) * PLANES
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
@@ -258,14 +245,14 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
         else:
             k_raw = tl.load(k_ptr + token[:, None] + unit[None, :], mask=in_units[None, :], other=0)
             v_raw = tl.load(v_ptr + token[None, :] + unit[:, None], mask=in_units[:, None], other=0)
-        k = _planes(k_raw, KIND, ASM, False)
+        k = _planes(k_raw, KIND, ASM)
         score = tl.zeros((TILE, ROWS), tl.float32)
         for s in tl.static_range(SETS):
-            part = offsets[s]
+            part = tl.zeros((TILE, ROWS), tl.float32)
             for i in tl.static_range(PER_SET):
                 part = tl.dot(k[s * PER_SET + i], q[s * PER_SET + i], part, input_precision="ieee")
             if INTEGER:
-                k_scale, k_min = _scale_min(tl.load(k_params_ptr + params + s * BLOCK_SIZE), ASM)
+                k_scale, k_min = _scale_min(tl.load(k_params_ptr + params + s * BLOCK_SIZE))
                 score += k_min[:, None] * q_sums[s][None, :]
                 score += part * k_scale[:, None]
             else:
@@ -275,15 +262,17 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
         m_next = tl.maximum(m, tl.max(score, 0) * factor)
         fade = tl.exp2(m - m_next)
         p = tl.exp2(score * factor[None, :] - m_next[None, :])
-        weight = weight * fade[None, :] + _fold(p, TILE, ROWS)
-        v = _planes(v_raw, KIND, ASM, True)
+        weight = weight * fade[None, None, :] + _fold(p, TILE, ROWS)
+        v = _planes(v_raw, KIND, ASM)
         acc_next = ()
         bias_next = ()
         for s in tl.static_range(SETS):
             portion = p
             if INTEGER:
-                v_factor, v_min = _scale_min(tl.load(v_params_ptr + params + s * BLOCK_SIZE), ASM)
-                bias_next = bias_next + (bias[s] * fade[None, :] + _fold(p * v_min[:, None], TILE, ROWS),)
+                v_factor, v_min = _scale_min(tl.load(v_params_ptr + params + s * BLOCK_SIZE))
+                # fma, not p * v_min: with which of two products a sum is fused, compilers decide as they like
+                lows = tl.fma(p, tl.broadcast_to(v_min[:, None], (TILE, ROWS)), tl.zeros((TILE, ROWS), tl.float32))
+                bias_next = bias_next + (bias[s] * fade[None, None, :] + _fold(lows, TILE, ROWS),)
                 portion = p * (v_factor * P_FACTOR)[:, None]
             portion = portion.to(dtype)
             for i in tl.static_range(PER_SET):
@@ -296,7 +285,7 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
         if first + TILE >= split_stop:
             top = tl.ceil(m)
             scale = tl.exp2(m - top)
-            split_weight = tl.sum(weight, 0) * scale
+            split_weight = tl.sum(tl.sum(weight, 0), 0) * scale
             scale *= 1.0 / P_FACTOR
             common = tl.maximum(best, top)
             keep, new = tl.exp2(best - common), tl.exp2(top - common)
@@ -307,7 +296,8 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
             for i in tl.static_range(PLANES):
                 piece = acc[i]
                 if INTEGER:
-                    piece += (tl.sum(bias[i // PER_SET], 0) * P_FACTOR)[None, :]
+                    low = tl.sum(tl.sum(bias[i // PER_SET], 0), 0) * P_FACTOR
+                    piece = piece * (1 / _unit_of(i, KIND, ASM)) + low[None, :]
                 piece *= scale[None, :]
                 if DIRECT:
                     keeps = tl.broadcast_to(keep[None, :], (LANES, ROWS))
@@ -325,7 +315,7 @@ def _decode(q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr, table_ptr, context_
             split += 1
             split_stop = tl.minimum(stop, _split_start(split + 1, SPLIT, LEVELS))
             m = zero + _FLOOR
-            weight = tl.zeros((8, ROWS), tl.float32)
+            weight = nothing
             bias = (weight,) * SETS
             acc = (zeros,) * PLANES
     if DIRECT:
@@ -399,7 +389,7 @@ def _values(ptr, params_ptr, page, inside, channel, live, DIM: tl.constexpr, BLO
         params = tl.load(where, mask=live, other=0)[:, None]  # of a token, not of each of its channels
         if SETS == 2:
             params = tl.where((channel < DIM // 2)[None, :], params, tl.load(where + BLOCK_SIZE, mask=live, other=0)[:, None])
-        scale, minimum = _scale_min(params, False)
+        scale, minimum = _scale_min(params)
         return tl.minimum(tl.maximum(code.to(tl.float32) * scale + minimum, -65504.0), 65504.0).to(tl.float16)
     else:
         high = tl.load(ptr + token * DIM + channel[None, :], mask=kept, other=0).to(tl.int16) << 8
@@ -589,13 +579,43 @@ def _check(q: Tensor, kv: LayerKV) -> None:
         raise ValueError("a cache of 2^31 or more (token, head) pairs in one layer is not addressed here: use fewer blocks")
 
 
+def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **options: Any) -> Any:
+    return kernel[grid](*arguments, **options)
+
+
+class Launches:
+    """Launches that can be repeated with other tensors, of the same shapes and aligned alike, in place of `tensors` and their
+    parts. Triton looks at every argument of a launch, which takes the host longer than many a kernel runs."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        self._made: list[tuple[Callable, list, list[tuple[int, int, int]]]] = []
+
+    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **options: Any) -> None:
+        compiled = launch(kernel, grid, *arguments, **options)
+        addresses = [(place, x.data_ptr()) for place, x in enumerate(arguments) if isinstance(x, Tensor)]
+        moving = [(place, which, address - first) for place, address in addresses
+                  for which, (first, size) in enumerate(self._spans) if first <= address < first + size]
+        self._made.append((compiled[grid], list(arguments), moving))
+
+    def repeat(self, tensors: Sequence[Tensor]) -> None:
+        firsts = [tensor.data_ptr() for tensor in tensors]
+        for start, arguments, moving in self._made:
+            for place, which, offset in moving:
+                arguments[place] = firsts[which] + offset
+            start(*arguments)
+
+
 def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor, tiles: Tiles | None = None,
-           programs: int | None = None) -> None:
+           programs: int | None = None, launch: Callable = launch) -> None:
     """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, which moves no bit."""
     rows, head_dim = step.num_decode, q.shape[2]
     _, heads, block_size, width = kv.v.shape
     group, kind = q.shape[1] // heads, _kind(kv)
-    tiles = tiles or decode_tiles(head_dim, KV[kv.name].num.bits)
+    if tiles is None:
+        tiles = decode_tiles(head_dim, KV[kv.name].num.bits)
+        if KV[kv.name].num.bits == 16 and step.max_context > 1 << 16:
+            tiles = replace(tiles, stages=2)  # eight programs of a multiprocessor have room, not six
     splits = max(1, split_count(step.max_context, tiles))
     if programs is None:
         pairs = rows * heads
@@ -610,7 +630,7 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         for first in range(0, rows, most):
             some = replace(step, num_decode=min(most, rows - first), context_len=step.context_len[first:],
                            block_table=step.block_table[first:])
-            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs)
+            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs, launch)
         return
     if not direct:
         part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
@@ -621,23 +641,25 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     window, shift = window or 1 << 30, _FP8_SHIFT.get(kind, 1.0)
     least = 16 if torch.version.hip else 8  # queries of the narrowest tensor-core instruction
     early = overlaps(q.device)
-    launch = {"launch_pdl": True} if early else {}
-    _decode[(heads, rows, programs)](
+    options = {"launch_pdl": True} if early else {}
+    launch(
+        _decode, (heads, rows, programs),
         q, k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, out, part, stat,
         step.block_table.shape[1], window, splits, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift,
         heads, group, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind, not _portable(), _sets(kv),
         tiles.split, tiles.levels, tiles.tile, max(least, triton.next_power_of_2(group)), direct, tiles.stages, early,
-        num_warps=tiles.warps, **launch)
+        num_warps=tiles.warps, **options)
     if not direct:
         links, depth = min(_LINKS, triton.next_power_of_2(splits)), (triton.cdiv(splits, _LINKS) - 1).bit_length()
         lanes = min(128 if links <= 8 else 64 if depth == 0 else 16, triton.next_power_of_2(head_dim))
-        _combine[(q.shape[1], rows, triton.cdiv(head_dim, lanes))](
+        launch(
+            _combine, (q.shape[1], rows, triton.cdiv(head_dim, lanes)),
             part, stat, step.context_len, out, window, splits, kv.v_scale * shift, q.shape[1], head_dim, lanes, tiles.split,
-            tiles.levels, links, depth, early, num_warps=1, **launch)
+            tiles.levels, links, depth, early, num_warps=1, **options)
 
 
 def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor,
-           tiles: tuple[int, Tiles] | None = None) -> None:
+           tiles: tuple[int, Tiles] | None = None, launch: Callable = launch) -> None:
     """The rows of `attention` after the first `step.num_decode`, into `out`."""
     kind, head_dim, device = _kind(kv), q.shape[2], q.device
     heads, block_size, group, dtype = kv.v.shape[1], kv.v.shape[2], q.shape[1] // kv.v.shape[1], torch.float16
@@ -658,7 +680,8 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         for head in range(0, heads, heads_at_once):
             some_rows, some = min(rows_at_once, rows - row), min(heads_at_once, heads - head)
             first = step.num_decode + row
-            _gather[(capacity // GATHER_TILE, some, some_rows)](
+            launch(
+                _gather, (capacity // GATHER_TILE, some, some_rows),
                 k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, step.query_start,
                 *scratch, step.block_table.shape[1], window or 1 << 30, first, head, capacity, heads, head_dim, lanes,
                 block_size, kind, _sets(kv), GATHER_TILE, num_warps=8)
@@ -666,9 +689,10 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
                 from nybble.kernels import attention_hopper
 
                 attention_hopper.prompt(q, *scratch, step.context_len, step.query_start, out, step.max_query, first, some_rows,
-                                        head, some, group, capacity, q_scale, v_scale)
+                                        head, some, group, capacity, q_scale, v_scale, launch)
                 continue
-            _prompt[(some * group, triton.cdiv(step.max_query, lines), some_rows)](
+            launch(
+                _prompt, (some * group, triton.cdiv(step.max_query, lines), some_rows),
                 q, *scratch, step.context_len, step.query_start, out, window or 1 << 30, first, head, capacity, q_scale,
                 v_scale, q.shape[1], group, head_dim, lanes, window > 0, cut.tile, lines, cut.stages, num_warps=cut.warps)
 
@@ -680,14 +704,34 @@ def _on_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, window: 
             and triton.__version__.startswith(("3.6.", "3.7.")))  # Gluon renames things in every version
 
 
-def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor | None = None) -> Tensor:
+def _decode_on_hopper(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor) -> bool:
+    """The same bits by CUDA, where it can and is faster."""
+    if _portable() or q.device.type != "cuda":
+        return False
+    from nybble.kernels import decode_hopper, nvrtc
+
+    if nvrtc.refusal(q.device) or not decode_hopper.fits(q, q.shape[1], kv, step, q.shape[2], window):
+        return False
+    decode_hopper.run(q, q.shape[1], kv, step, scale, None, False, out=out)
+    return True
+
+
+def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor | None = None,
+              before: dict[Any, Launches] | None = None) -> Tensor:
     """`reference.attention`: decode rows by `decode`, prompt rows by `prompt`. Rows of context 0 (padding) give zeros. `out`:
-    like q, may hold more tokens than the rows do."""
+    like q, may hold more tokens than the rows do. before: launches of this step's layers so far, to repeat and to add to."""
     _check(q, kv)
     q = q.contiguous()
     out = torch.empty_like(q) if out is None else out
-    if step.num_decode:
-        decode(q, kv, step, scale, window, out)
+    portable = step.num_decode and not _decode_on_hopper(q, kv, step, scale, window, out)
+    tensors = [x for x in (q, out, kv.k, kv.v, kv.k_params, kv.v_params) if x is not None]
+    alike = (window, kv.k_scale, kv.v_scale, *(x.data_ptr() % 16 for x in tensors))
+    if before and alike in before:
+        before[alike].repeat(tensors)
+        return out
+    start = launch if before is None else before.setdefault(alike, Launches(tensors))
+    if portable:
+        decode(q, kv, step, scale, window, out, launch=start)
     if step.block_table.shape[0] > step.num_decode and step.max_query:
-        prompt(q, kv, step, scale, window, out)
+        prompt(q, kv, step, scale, window, out, launch=start)
     return out

@@ -21,7 +21,7 @@
 
 #if !defined(NYBBLE_PORTABLE) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define AVX512 1
-#elif !defined(NYBBLE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
+#elif !defined(NYBBLE_PORTABLE) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define AVX2 1
 #elif !defined(NYBBLE_PORTABLE) && defined(__ARM_NEON) && defined(__aarch64__)
 #define NEON 1
@@ -42,6 +42,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+/* Weights are asked for ahead: the processor's own guesses start anew in each page and row, and products wait twice as long. */
+enum { BYTES_AHEAD = 8192 };
 
 /* ---- 16 lanes, in as many registers as the machine needs ---------------------------------------------------------------- */
 
@@ -219,7 +221,7 @@ ALWAYS float as_float(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
 ALWAYS uint32_t as_bits(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
 
 ALWAYS float from_half(uint16_t h) {
-#if (defined(AVX512) || defined(AVX2)) && defined(__F16C__)
+#if defined(AVX512) || defined(AVX2)
   return _cvtsh_ss(h);
 #endif
   uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
@@ -243,17 +245,29 @@ ALWAYS uint16_t to_bf16(float f) {
 ALWAYS F load_as(const void *x, long at, int kind) {
   if (kind == FP32) return load((const float *)x + at);
   const uint16_t *h = (const uint16_t *)x + at;
+  F r;
 #if defined(AVX512)
   __m256i packed = _mm256_loadu_si256((const __m256i *)h);
-  F r;
   if (kind == FP16) r.p[0] = (vf)_mm512_cvtph_ps(packed);
   else r.p[0] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
-  return r;
+#elif defined(AVX2)
+  EACH {
+    __m128i packed = _mm_loadu_si128((const __m128i *)(h + i * WIDE));
+    if (kind == FP16) r.p[i] = (vf)_mm256_cvtph_ps(packed);
+    else r.p[i] = (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16);
+  }
 #else
-  float t[LANES];
-  for (int i = 0; i < LANES; i++) t[i] = kind == FP16 ? from_half(h[i]) : as_float((uint32_t)h[i] << 16);
-  return load(t);
+  EACH { /* as `from_half` does */
+    typedef uint16_t vh __attribute__((vector_size(REGISTER / 2)));
+    vh packed;
+    memcpy(&packed, h + i * WIDE, sizeof packed);
+    const vu wide = __builtin_convertvector(packed, vu), magnitude = (wide & 0x7fff) << 13;
+    const vu special = (vu)(magnitude >= 0x0f800000), number = (vu)((vf)magnitude * 0x1p112f);
+    if (kind == BF16) r.p[i] = (vf)(wide << 16);
+    else r.p[i] = (vf)((wide & 0x8000) << 16 | (special & (magnitude | 0x70000000)) | (~special & number));
+  }
 #endif
+  return r;
 }
 ALWAYS F load_part_as(const void *x, long at, int kind, long count) {
   if (kind == FP32) return load_part((const float *)x + at, count);
@@ -291,6 +305,29 @@ static struct {
   atomic_long wanted;
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .bed = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
+enum { CALL, WORK, SLOTS };
+typedef struct { void *memory; size_t bytes; } Scratch;
+static _Thread_local Scratch *scratch_of; /* [SLOTS] */
+static pthread_key_t end_of_thread;
+static void free_scratch(void *of) {
+  for (int slot = 0; slot < SLOTS; slot++) free(((Scratch *)of)[slot].memory);
+  free(of);
+}
+/* This thread's scratch memory, kept and grown until the thread ends. One caller per slot at a time. */
+static void *scratch(int slot, size_t bytes) {
+  if (!scratch_of) pthread_setspecific(end_of_thread, scratch_of = calloc(SLOTS, sizeof(Scratch)));
+  if (scratch_of[slot].bytes < bytes) {
+    free(scratch_of[slot].memory);
+    bytes = (bytes + bytes / 4 + 4095) & ~(size_t)4095;
+    if (posix_memalign(&scratch_of[slot].memory, 64, bytes)) {
+      fprintf(stderr, "nybble: out of memory: a CPU kernel asked for %zu bytes of scratch\n", bytes);
+      abort();
+    }
+    scratch_of[slot].bytes = bytes;
+  }
+  return scratch_of[slot].memory;
+}
+
 static int (*team_size)(void);
 static long fixed_size = 1;
 static void forget_workers(void) { /* a forked child has none */
@@ -303,6 +340,7 @@ EXPORT void nybble_threads(void *size, int64_t otherwise) {
   team_size = (int (*)(void))size;
   fixed_size = otherwise;
   pthread_atfork(NULL, NULL, forget_workers);
+  pthread_key_create(&end_of_thread, free_scratch);
 }
 static long threads(void) { return MIN(team_size ? team_size() : fixed_size, MOST_WORKERS + 1); }
 
@@ -388,22 +426,6 @@ static void parallel(void (*body)(void *, long), void *data, long tasks, double 
   pthread_mutex_unlock(&pool.caller);
 }
 
-enum { CALL, WORK, PANEL, SLOTS };
-static _Thread_local struct { void *memory; size_t bytes; } scratch_of[SLOTS];
-/* This thread's scratch memory, kept and grown. One caller per slot at a time. */
-static void *scratch(int slot, size_t bytes) {
-  if (scratch_of[slot].bytes < bytes) {
-    free(scratch_of[slot].memory);
-    bytes = (bytes + bytes / 4 + 4095) & ~(size_t)4095;
-    if (posix_memalign(&scratch_of[slot].memory, 64, bytes)) {
-      fprintf(stderr, "nybble: out of memory: a CPU kernel asked for %zu bytes of scratch\n", bytes);
-      abort();
-    }
-    scratch_of[slot].bytes = bytes;
-  }
-  return scratch_of[slot].memory;
-}
-
 /* ---- integer linear ------------------------------------------------------------------------------------------------------ */
 
 /* Weights are stored unsigned (code + offset: 8 for int4, 128 for int8) because the dot instruction multiplies unsigned by
@@ -464,6 +486,7 @@ ALWAYS void linear_tile(const Weight *w, long panel, const int8_t *a, long lda, 
       acc[m][0][1] = acc[m][1][1] = splat_int(0);
     }
     for (long k = 0; k < width; k += 8) {
+      for (int line = 0; line < (four_bits ? 2 : 4); line++) __builtin_prefetch(codes + BYTES_AHEAD + line * 64);
       UNROLL for (int half = 0; half < 2; half++) {
         B w0, w1;
         if (four_bits) {
@@ -496,7 +519,7 @@ ALWAYS void linear_tile(const Weight *w, long panel, const int8_t *a, long lda, 
   }
 }
 
-typedef struct { const Weight *w; const int8_t *a; int32_t *sums; const float *a_scale; float *out; long rows, chunk, chunks; } Linear;
+typedef struct { const Weight *w; const int8_t *a; int32_t *sums; const float *a_scale; float *out; long rows, chunk, chunks, panels; } Linear;
 
 #define LINEAR_ROWS(MR)                                                                                                     \
   for (; last - m >= MR; m += MR) {                                                                                         \
@@ -506,17 +529,19 @@ typedef struct { const Weight *w; const int8_t *a; int32_t *sums; const float *a
 static void linear_task(void *data, long task) {
   const Linear *x = data;
   const Weight *w = x->w;
-  const long panel = task / x->chunks, k = w->width * w->groups, last = MIN(x->rows, (task % x->chunks + 1) * x->chunk);
+  const long k = w->width * w->groups, first = task / x->chunks * x->panels, begin = task % x->chunks * x->chunk;
+  const long last = MIN(x->rows, begin + x->chunk);
   const int four_bits = (int)w->four_bits;
-  long m = task % x->chunks * x->chunk;
+  for (long panel = first, m = begin; panel < MIN(first + x->panels, (w->outputs + 31) / 32); panel++, m = begin) {
 #ifdef AVX512
-  LINEAR_ROWS(12)
-  LINEAR_ROWS(8)
-  LINEAR_ROWS(4)
+    LINEAR_ROWS(12)
+    LINEAR_ROWS(8)
+    LINEAR_ROWS(4)
 #endif
-  LINEAR_ROWS(3)
-  LINEAR_ROWS(2)
-  LINEAR_ROWS(1)
+    LINEAR_ROWS(3)
+    LINEAR_ROWS(2)
+    LINEAR_ROWS(1)
+  }
 }
 
 static void sums_task(void *data, long task) {
@@ -539,10 +564,11 @@ static void sums_task(void *data, long task) {
 
 /* out[m, n] = a_scale[m] * sum over groups of scale[n, g] * exact int32. a int8 [rows, groups * width]. */
 EXPORT void nybble_linear(const Weight *w, const int8_t *a, const float *a_scale, float *out, int64_t rows) {
-  Linear x = {w, a, scratch(CALL, (size_t)(rows * w->groups) * 4), a_scale, out, rows, 240, (rows + 239) / 240};
+  const long all = (w->outputs + 31) / 32, panels = rows > 3 ? 1 : MAX(1, all / (2 * threads())); /* in one stream */
+  Linear x = {w, a, scratch(CALL, (size_t)(rows * w->groups) * 4), a_scale, out, rows, 240, (rows + 239) / 240, panels};
   const double macs = (double)rows * w->outputs * w->width * w->groups;
   parallel(sums_task, &x, (rows + 15) / 16, (double)rows * w->width * w->groups / 32);
-  parallel(linear_task, &x, (w->outputs + 31) / 32 * x.chunks, macs / (rows < 4 ? 40 : 150));
+  parallel(linear_task, &x, (all + panels - 1) / panels * x.chunks, macs / (rows > 3 ? 150 : 40));
 }
 
 /* ---- float linear, logits ------------------------------------------------------------------------------------------------ */
@@ -555,6 +581,7 @@ ALWAYS void dense_tile(const float *a, long lda, const void *w, long first, int 
   UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NR; n++) acc[m][n] = splat(0);
   for (; i + LANES <= k; i += LANES) {
     F row[8];
+    UNROLL for (int n = 0; n < NR; n++) __builtin_prefetch((const char *)w + ((first + NR + n) * k + i) * (kind == FP32 ? 4 : 2));
     UNROLL for (int n = 0; n < NR; n++) row[n] = load_as(w, (first + n) * k + i, kind);
     UNROLL for (int m = 0; m < MR; m++) {
       F x = load(a + m * lda + i);
@@ -580,26 +607,17 @@ enum { DENSE_BLOCK = 48 };
 #endif
 #define DENSE_TILE(MR, NR, ROWS, OUT, STRIDE)                                                                               \
   {                                                                                                                         \
-    if (kind == FP32) dense_tile(ROWS, k, w, n - base, FP32, k, OUT, STRIDE, MR, NR);                                       \
-    else if (kind == BF16) dense_tile(ROWS, k, w, n - base, BF16, k, OUT, STRIDE, MR, NR);                                  \
-    else dense_tile(ROWS, k, w, n - base, FP16, k, OUT, STRIDE, MR, NR);                                                    \
+    if (kind == FP32) dense_tile(ROWS, k, w, n, FP32, k, OUT, STRIDE, MR, NR);                                              \
+    else if (kind == BF16) dense_tile(ROWS, k, w, n, BF16, k, OUT, STRIDE, MR, NR);                                         \
+    else dense_tile(ROWS, k, w, n, FP16, k, OUT, STRIDE, MR, NR);                                                           \
   }
 static void dense_task(void *data, long task) {
   const Dense *x = data;
   const long k = x->k, first = task / x->chunks * DENSE_BLOCK, last = MIN(x->outputs, first + DENSE_BLOCK);
   const long begin = task % x->chunks * x->chunk, end = MIN(x->rows, begin + x->chunk);
   const void *w = x->w;
-  long m = begin, n, base = 0;
-  int kind = (int)x->kind;
-  if (end - begin > 8 && kind != FP32) { /* many rows: widen the block once */
-    float *wide = scratch(PANEL, (size_t)(DENSE_BLOCK * k) * 4);
-    const long count = (last - first) * k, at = first * k;
-    long i = 0;
-    if (kind == BF16) for (; i + LANES <= count; i += LANES) store(wide + i, load_as(w, at + i, BF16));
-    else for (; i + LANES <= count; i += LANES) store(wide + i, load_as(w, at + i, FP16));
-    if (i < count) store_part(wide + i, load_part_as(w, at + i, kind, count - i), count - i);
-    w = wide, base = first, kind = FP32;
-  }
+  const int kind = (int)x->kind;
+  long m = begin, n;
   if (end - begin >= 4) {
     /* A few output channels stay in the first cache while all rows pass. The block is written to `out` at the end: its rows lie
      * a multiple of a page apart where the vocabulary is a round number, and would evict each other half filled. */

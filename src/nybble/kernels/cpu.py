@@ -181,7 +181,7 @@ def _pack_int8(weight: QTensor | Tensor, shape: LinearShape) -> PackedLinear:
             raise ValueError("groups of different sizes (GPTQ g_idx) have no int8 kernel; use a 16-bit activation scheme")
         codes = codes[:, order]
     if scale.shape[0] != n:
-        scale = scale.repeat_interleave(-(-n // scale.shape[0]), 0)[:n]
+        scale = scale.repeat_interleave(weight.spec.tile[0] or n, 0)[:n]
     groups, panels, pad = scale.shape[1], -(-n // PANEL), -k % 8
     offset = INT4_OFFSET if four_bits else INT8_OFFSET
     stored = torch.zeros(panels * PANEL, k + pad, dtype=torch.uint8)
@@ -258,13 +258,25 @@ def _wide(*tensors: Tensor | None) -> bool:
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in tensors)
 
 
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _result(rows: int, width: int, quantize: bool) -> tuple[Tensor | Rows, tuple[int | None, ...]]:
+    """What a row kernel fills, and its pointers to floats, codes and scales, of which it wants the first or the others."""
+    if not quantize:
+        out = torch.empty(rows, width)
+        return out, (out.data_ptr(), None, None)
+    out = Rows(torch.empty(rows, width, dtype=torch.int8), torch.empty(rows))
+    return out, (None, out.codes.data_ptr(), out.scale.data_ptr())
+
+
 def _quantize_rows(loaded: ctypes.CDLL, x: Tensor) -> Rows:
     if not _wide(x) or x.dim() != 2:
         return reference.quantize_rows(x)
-    rows, width = x.shape
-    codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
-    loaded.nybble_quantize_rows(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, width)
-    return Rows(codes, scale)
+    out, (_, codes, scale) = _result(*x.shape, True)
+    loaded.nybble_quantize_rows(x.data_ptr(), codes, scale, *x.shape)
+    return out
 
 
 def _rms_norm(
@@ -272,17 +284,9 @@ def _rms_norm(
 ) -> tuple[Tensor | Rows, Tensor]:
     if not _wide(x, weight, residual) or x.dim() != 2:
         return reference.rms_norm(x, weight, eps, residual, quantize)
-    rows, width = x.shape
     hidden = x if residual is None else torch.empty_like(x)
-    other = None if residual is None else residual.data_ptr()
-    if quantize:
-        codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
-        loaded.nybble_rms_norm(x.data_ptr(), other, hidden.data_ptr(), weight.data_ptr(), None, codes.data_ptr(),
-                               scale.data_ptr(), rows, width, eps)
-        return Rows(codes, scale), hidden
-    out = torch.empty_like(x)
-    loaded.nybble_rms_norm(x.data_ptr(), other, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), None, None, rows,
-                           width, eps)
+    out, pointers = _result(*x.shape, quantize)
+    loaded.nybble_rms_norm(x.data_ptr(), _pointer(residual), hidden.data_ptr(), weight.data_ptr(), *pointers, *x.shape, eps)
     return out, hidden
 
 
@@ -290,29 +294,21 @@ def _silu_mul(loaded: ctypes.CDLL, gate_up: Tensor, quantize: bool, hadamard: in
     if not _wide(gate_up) or gate_up.dim() != 2:
         return reference.silu_mul(gate_up, quantize, hadamard)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if quantize:
-        codes, scale = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
-        loaded.nybble_silu_mul(gate_up.data_ptr(), None, codes.data_ptr(), scale.data_ptr(), rows, width, hadamard)
-        return Rows(codes, scale)
-    out = torch.empty(rows, width)
-    loaded.nybble_silu_mul(gate_up.data_ptr(), out.data_ptr(), None, None, rows, width, hadamard)
+    out, pointers = _result(rows, width, quantize)
+    loaded.nybble_silu_mul(gate_up.data_ptr(), *pointers, rows, width, hadamard)
     return out
 
 
 def _takes(kv: LayerKV, step: Step) -> bool:
     """Whether the C code reads this cache and these addresses; if not, the reference does."""
-    caches = (kv.k, kv.v, kv.k_params, kv.v_params)
+    for cache in (kv.k, kv.v, kv.k_params, kv.v_params):
+        if cache is not None and not cache.is_contiguous():
+            return False
+    for address in (step.positions, step.query_start, step.context_len, step.block_table):
+        if address.dtype is not torch.int32 or address.stride(-1) != 1:
+            return False
     scaled = kv.k_params is None and (kv.k_scale != 1.0 or kv.v_scale != 1.0)
-    table = step.block_table
-    addresses = (step.positions, step.query_start, step.context_len, table)
-    return (
-        kv.name in KINDS and not scaled and all(t is None or t.is_contiguous() for t in caches)
-        and all(t.dtype is torch.int32 and t.stride(-1) == 1 for t in addresses) and step.slots.dtype is torch.int64
-    )
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return kv.name in KINDS and not scaled and step.slots.dtype is torch.int64
 
 
 def _rope_write(

@@ -1,15 +1,15 @@
 """Attention of a step of generated tokens on Hopper (sm_90a), in CUDA (`decode_sm90.cu`): from the projection to the rows of
 the linear that follows, rotary embedding, the cache's new token and quantization included.
 
-Not portable, and for heads of 128 channels, int8 caches and contexts of few splits: all else is `attention_triton`'s, whose
-bits these are. This file looks whether the kernel fits, cuts the work and launches.
+Not portable, and for heads of 128 channels, int8 or int4 caches and contexts of few splits: all else is `attention_triton`'s,
+whose bits these are. This file looks whether the kernel fits, cuts the work and launches.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,32 +21,32 @@ from nybble.kernels.types import LayerKV, Rows, Step
 OUT = {torch.bfloat16: 0, torch.float16: 1}
 DIM, TILE_BYTES = 128, 4096
 TILES = {"int8": attention_triton.decode_tiles(DIM, 8), "int4": attention_triton.decode_tiles(DIM, 4)}
-SAME_BITS = ("int8",)  # int4 runs, but no GPU has compared its bits since its sums changed order; mixed steps take Triton
 MOST_PARTIAL_BYTES = 32768  # of a (row, KV head)'s partial sums
 MOST_ROWS = 4096
-MOST_PAIRS = 1024  # more (row, KV head) pairs read faster as single warps of `attention_triton`...
-LONGEST = ((31, 512), (330, 1024), (MOST_PAIRS, 2048))  # ... as does what may be longer: it shares a row among more programs
+MOST_AT_ONCE = 4096  # (row, KV head) pairs; what is around the attention of more is done faster by kernels of its own
+# Longest context of at most so many (row, KV head) pairs: `attention_triton` shares longer rows among more programs.
+LONGEST = ((31, 512), (330, 1024), (1056, 2048), (1 << 31, 4096))
 
 
 class Shape(NamedTuple):
     """Who works on a (row, KV head): blocks of a cluster, warps of each; tiles of K and V that a warp has in flight; blocks
     that a processor holds. None of it moves a bit."""
 
-    warps: int = 4
-    stages: int = 1
-    cluster: int = 1
-    resident: int = 4
+    warps: int
+    stages: int
+    cluster: int
+    resident: int
 
 
 def shape_for(name: str, pairs: int, count: int = 132) -> Shape:
     """For so many (row, KV head) pairs on `count` processors; from an H200, 1 to 128 rows of Llama-2-13B and Llama-3-8B."""
     if pairs <= count:
         return Shape(8, 2, 1, 1)
+    if pairs <= 2 * count and name == "int8":
+        return Shape(8, 1, 1, 2)
     if pairs <= 5 * count // 2:
-        return Shape(4, 1, 2, 4 if name == "int8" else 3)
-    if pairs <= 6 * count:
-        return Shape(4, 2, 1, 2) if name == "int8" else Shape(4, 1, 1, 3)
-    return Shape()
+        return Shape(4, 1, 2, 4)
+    return Shape(4, 2, 1, 2) if pairs <= 6 * count and name == "int8" else Shape(2, 1, 1, 8)
 
 
 class Arguments(ctypes.Structure):
@@ -60,26 +60,27 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-def source_and_defines(shape: Shape, name: str, heads: int, group: int, block_size: int, quantize: bool, out: int
+def source_and_defines(shape: Shape, name: str, heads: int, group: int, block_size: int, fused: bool, quantize: bool, out: int
                        ) -> tuple[str, dict[str, int]]:
     defines = {"INT4": int(name == "int4"), "HEADS": heads, "GROUP": group, "BLOCK_SIZE": block_size, "WARPS": shape.warps,
                "STAGES": shape.stages, "CLUSTER": shape.cluster, "RESIDENT": shape.resident,
-               "QUANTIZE": int(quantize), "OUT": out}  # fmt: skip
+               "FUSED": int(fused), "QUANTIZE": int(quantize), "OUT": out}  # fmt: skip
     return nvrtc.source("decode_sm90.cu"), defines
 
 
 def shared_bytes(shape: Shape, name: str, group: int, blocks: int, splits: int) -> int:
     """The layout is the .cu's."""
     sets, codes, tile = (2, 64, 64) if name == "int4" else (1, 128, 32)
-    fresh_at = shape.warps * shape.stages * (2 * TILE_BYTES + 2 * sets * tile * 4 + 16) + group * DIM * 2
-    table_at = -(-(fresh_at + group * (1 + 2 * sets) * 4) // 16) * 16 + 2 * codes + 32
+    portions = shape.warps * sets * (1 << (group - 1).bit_length()) * (tile * 2 + 16)
+    stats_at = shape.warps * shape.stages * (2 * TILE_BYTES + 2 * sets * tile * 4 + 16) + portions + group * DIM * 2
+    table_at = -(-(stats_at + group * (1 + sets) * 4) // 16) * 16 + 2 * codes + 32
     return table_at + -(-blocks * 4 // 16) * 16 + splits * group * (DIM * 4 + 8)
 
 
 @functools.cache
-def kernel(shape: Shape, name: str, heads: int, group: int, block_size: int, quantize: bool, out: int, device: int
-           ) -> ctypes.c_void_p:
-    code = nvrtc.machine_code(*source_and_defines(shape, name, heads, group, block_size, quantize, out))
+def kernel(device: int, *defined: Any) -> ctypes.c_void_p:
+    """defined: of `source_and_defines`."""
+    code = nvrtc.machine_code(*source_and_defines(*defined))
     return nvrtc.load(code, "decode", nvrtc.MOST_BYTES, device)
 
 
@@ -89,28 +90,29 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def fits(x: Tensor, heads: int, kv: LayerKV, step: Step, rotary: int, window: int) -> bool:
-    """x: projections, `heads` of them queries."""
-    if x.dtype not in OUT or kv.name not in SAME_BITS or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
+    """x: queries or projections, `heads` of them queries."""
+    if x.dtype not in OUT or kv.name not in TILES or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
         return False
     _, kv_heads, block_size, width = kv.v.shape
     tiles, group = TILES[kv.name], heads // kv_heads
     if width * (2 if kv.name == "int4" else 1) != DIM or heads % kv_heads or group > 8 or block_size % tiles.tile:
         return False
     pairs, splits = step.num_decode * kv_heads, attention_triton.split_count(step.max_context, tiles)
-    if step.max_context > next((longest for most, longest in LONGEST if pairs <= most), 0):
+    longest = next(longest for most, longest in LONGEST if pairs <= most)
+    if step.max_context > longest or x.ndim == 2 and pairs > MOST_AT_ONCE:
         return False
     aligned = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, kv.k, kv.v, kv.k_params, kv.v_params))
     return splits * group * DIM * 4 <= MOST_PARTIAL_BYTES and aligned
 
 
-def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: Tensor, quantize: bool,
-        shape: Shape | None = None) -> Tensor | Rows:
-    """x: projections [T, (heads + 2 kv_heads) * DIM], whose K and V are written -> [T, heads, DIM] in x's dtype, or its int8
-    rows. Only what `fits`, or int4."""
+def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: Tensor | None, quantize: bool,
+        shape: Shape | None = None, out: Tensor | None = None) -> Tensor | Rows:
+    """x: projections [T, (heads + 2 kv_heads) * DIM], whose K and V are written, or without cos_sin queries [T, heads, DIM]
+    -> [T, heads, DIM] in x's dtype (`out`, if given), or its int8 rows. Only what `fits`."""
     rows, device = step.num_decode, x.device
     _, kv_heads, block_size, _ = kv.v.shape
     shape = shape or shape_for(kv.name, rows * kv_heads, nvrtc.processors(device.index))
-    out = torch.empty((rows, heads, DIM), dtype=x.dtype, device=device)
+    out = torch.empty((rows, heads, DIM), dtype=x.dtype, device=device) if out is None else out
     codes = torch.empty((rows, heads * DIM), dtype=torch.int8, device=device) if quantize else None
     by = torch.empty(rows, dtype=torch.float32, device=device) if quantize else None
     blocks, splits = -(-step.max_context // block_size), attention_triton.split_count(step.max_context, TILES[kv.name])
@@ -121,7 +123,7 @@ def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: T
     maps = (nvrtc.bytes_map(t.data_ptr(), t.numel() // 128, 128, TILE_BYTES // 128) for t in (kv.k, kv.v))
     group = heads // kv_heads
     nvrtc.launch(
-        kernel(shape, kv.name, kv_heads, group, block_size, quantize, OUT[x.dtype], device.index),
+        kernel(device.index, shape, kv.name, kv_heads, group, block_size, cos_sin is not None, quantize, OUT[x.dtype]),
         rows * kv_heads * shape.cluster, shape.warps * 32, shared_bytes(shape, kv.name, group, blocks, splits), shape.cluster,
         (*maps, arguments), device,
     )  # fmt: skip

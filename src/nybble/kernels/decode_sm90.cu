@@ -1,5 +1,5 @@
-// Attention of generated tokens on Hopper over a paged cache of int8 or int4, one query token a row, from the projection to the
-// int8 rows that the next linear takes: rotary embedding, the cache's new token and, with QUANTIZE, the codes of the output.
+// Attention of generated tokens on Hopper over a paged cache of int8 or int4, one query token a row: with FUSED from the projection
+// on (rotary embedding, the cache's new token), with QUANTIZE to the int8 rows that the next linear takes.
 // `sm90.cuh` goes first. Every sum is taken in the order of `attention_triton._decode` and `_combine` (splits, tiles,
 // lanes), and what is rounded there is rounded here: the bits are the same.
 //
@@ -8,21 +8,27 @@
 // finishes a row last quantizes it.
 //
 // Defined by the host: INT4, HEADS (of KV), GROUP (query heads of each, at most 8), BLOCK_SIZE, WARPS, STAGES, CLUSTER, RESIDENT,
-// QUANTIZE, and OUT (0 bf16, 1 fp16: queries and outputs). Heads have 128 channels.
+// FUSED, QUANTIZE, and OUT (0 bf16, 1 fp16: queries and outputs). Heads have 128 channels.
 
 constexpr int DIM = 128, PLANES = INT4 ? 4 : 2, UNITS = DIM / PLANES, SETS = INT4 ? 2 : 1, TILE = INT4 ? 64 : 32;
 constexpr int THREADS = WARPS * 32, PARTS = WARPS * CLUSTER, SPLIT = 64, LEVELS = 4, CODES = INT4 ? 64 : 128;
 constexpr int KEYS = TILE / 16, STEPS = UNITS / 16, KEY_BYTES = 16 * CODES;  // tensor-core tiles of keys, of 16-bit units
-constexpr int COLUMNS = GROUP == 1 ? 1 : 2;  // of a thread's two queries, those that can be real
-constexpr int TILE_BYTES = 4096, PARAM_BYTES = SETS * TILE * 4, Q_HEADS = HEADS * GROUP;
+// A product's eight columns are the GROUP queries, ALL with those that fill up a power of two, again and again: SHARERS lanes of four
+// hold the same two, and each works on every SHARERS-th eight keys. EVERY sums of a lane are of keys that are 32 apart.
+constexpr int ALL = GROUP > 4 ? 8 : GROUP > 2 ? 4 : GROUP, COLUMNS = ALL == 1 ? 1 : 2, SHARERS = ALL > 2 ? 8 / ALL : 4;
+constexpr int EIGHTS = TILE / 8 / SHARERS, EVERY = 4 / SHARERS, PORTION = TILE * 2 + 16;  // bytes of a query's weights of a tile
+constexpr float SCORE_UNIT = INT4 ? 1.f / (1 << 20) : 1.f / (1 << 24);
+constexpr int TILE_BYTES = 4096, PARAM_BYTES = SETS * TILE * 4;
+constexpr int Q_HEADS = HEADS * GROUP, ROW_HEADS = FUSED ? Q_HEADS + 2 * HEADS : Q_HEADS;
 constexpr int PARAMS_AT = WARPS * STAGES * 2 * TILE_BYTES, BARRIERS_AT = PARAMS_AT + WARPS * STAGES * 2 * PARAM_BYTES;
-constexpr int Q_AT = BARRIERS_AT + WARPS * STAGES * 16, STATS_AT = Q_AT + GROUP * DIM * 2;
-constexpr int FRESH_AT = (STATS_AT + GROUP * (1 + 2 * SETS) * 4 + 15) / 16 * 16;  // the new token: codes of K, of V, parameters
-constexpr int FLAG_AT = FRESH_AT + 2 * CODES + 16, TABLE_AT = FLAG_AT + 16;      // then blocks, partial sums, their tops, weights
+constexpr int PORTIONS_AT = BARRIERS_AT + WARPS * STAGES * 16, Q_AT = PORTIONS_AT + WARPS * SETS * ALL * PORTION;
+constexpr int STATS_AT = Q_AT + GROUP * DIM * 2;
+constexpr int FRESH_AT = (STATS_AT + GROUP * (1 + SETS) * 4 + 15) / 16 * 16;  // the new token: codes of K, of V, parameters
+constexpr int FLAG_AT = FRESH_AT + 2 * CODES + 16, TABLE_AT = FLAG_AT + 16;   // then blocks, partial sums, their tops, weights
 constexpr float P_FACTOR = INT4 ? 4.f : 64.f, FLOOR = -1.0e30f;
 
 struct Arguments {
-  const unsigned short* qkv;  // [rows, (Q_HEADS + 2 HEADS) DIM]
+  const unsigned short* qkv;  // [rows, ROW_HEADS DIM]
   const int *table, *context, *position;
   const long long* slot;
   const float* cos_sin;  // [positions, DIM]
@@ -49,6 +55,7 @@ __device__ __forceinline__ int split_count(int context) {
   for (int i = 1; i <= LEVELS; i++) count = min(count, (units + (4 * i << i) + (1 << i) - 1) >> i);
   return count;
 }
+__device__ __forceinline__ float lowest() { return __uint_as_float(0xFF800000); }  // minus infinity
 __device__ __forceinline__ float power(float x) {
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
@@ -62,11 +69,6 @@ __device__ __forceinline__ unsigned short half_of(float x) {
   unsigned short y;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
-}
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-  u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
 }
 __device__ __forceinline__ float value(unsigned short x) { return OUT ? half_value(x) : __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ void round_pair(float& low, float& high) {
@@ -101,35 +103,33 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
-__device__ __forceinline__ u32 across(u32 x) {  // an 8 x 8 matrix of a warp, turned over
-  u32 y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
 __device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// Codes of the PLANE-th channel of two 16-bit units as fp16: 1024 + code (odd planes of int4: 1024 + 16 code), or EXACT.
-template <int PLANE, bool EXACT>
-__device__ __forceinline__ u32 plane(u32 raw) {
-  constexpr u32 BASE = 0x64006400;
-  constexpr u32 MASK = !INT4 ? 0x00FF00FF : PLANE % 2 ? 0x00F000F0 : 0x000F000F;
-  u32 x;
-  if (!INT4 && PLANE)
-    x = __byte_perm(raw, BASE, 0x7371);
-  else  // one instruction, as the two operators are not
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(x) : "r"(PLANE / 2 ? raw >> 8 : raw), "n"(MASK), "n"(BASE));
-  if (EXACT && INT4 && PLANE % 2)
-    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(0x2C002C00), "r"(0xD400D400));
-  else if (EXACT)
-    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(BASE));
-  return x;
-}
-template <int PLANE, bool EXACT>
-__device__ __forceinline__ void planes(u32 (&a)[4], const u32 (&raw)[4]) {
+// Codes of the PLANE-th channel of two 16-bit units as fp16 without an exponent: code / 2^24 (odd planes of int4: / 2^20).
+template <int PLANE>
+__device__ __forceinline__ void plane(u32 (&a)[4], const u32 (&raw)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) a[i] = plane<PLANE, EXACT>(raw[i]);
+  for (int i = 0; i < 4; i++)
+    a[i] = INT4 ? (PLANE / 2 ? raw[i] >> 8 : raw[i]) & (PLANE % 2 ? 0x00F000F0 : 0x000F000F)
+                : PLANE ? __byte_perm(raw[i], 0, 0x4341) : raw[i] & 0x00FF00FF;
+}
+// A lane's EVERY sums of keys modulo 32 -> the sum of all, in every lane.
+__device__ __forceinline__ float unfold(const float (&x)[EVERY], int lane) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float one = SHARERS == 1 ? x[i] : __shfl_sync(~0u, x[i / SHARERS], i % SHARERS * EVERY + lane % EVERY, 4);
+    sum = i ? __fadd_rn(sum, one) : one;
+  }
+  return lane_sum<4>(sum);
+}
+__device__ __forceinline__ void store_first(u32 to, float x) {  // to the first block's memory
+  if (CLUSTER > 1)
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+  else
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 // The bytes of 16-byte piece `piece` of a token in a tile.
 __device__ __forceinline__ u32 place(int token, int piece) {
@@ -194,17 +194,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   // Before the wait: what is older than the kernel before this one.
   const int context = a.context[row], count = split_count(context);
-  for (int i = threadIdx.x; i < a.blocks && i * BLOCK_SIZE < context; i += THREADS)
-    blocks[i] = a.table[(size_t)row * a.table_width + i];
+  for (int i = threadIdx.x; i < a.blocks; i += THREADS) blocks[i] = a.table[(size_t)row * a.table_width + i];
   if (lane == 0) {
     for (int i = 0; i < 2 * STAGES; i++) init_barrier(barriers + 8 * i, 1);
     fence_barriers();
   }
   float cosine[2], sine[2];
-  const long long slot = a.slot[row];
-  const float* angles = a.cos_sin + (size_t)a.position[row] * DIM;
+  const long long slot = FUSED ? a.slot[row] : -1;
+  if (FUSED) {
+    const float* angles = a.cos_sin + (size_t)a.position[row] * DIM;
 #pragma unroll
-  for (int i = 0; i < 2; i++) cosine[i] = angles[channel_of(i, lane)], sine[i] = angles[DIM / 2 + channel_of(i, lane)];
+    for (int i = 0; i < 2; i++) cosine[i] = angles[channel_of(i, lane)], sine[i] = angles[DIM / 2 + channel_of(i, lane)];
+  } else {
+    wait_kernel_before();  // it wrote the newest token
+  }
   __syncthreads();
   auto begin = [&](Walk& w, int split) {
     w.split = split, w.first = split_start(split), w.end = min(context, split_start(split + 1));
@@ -218,32 +221,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const u32 barrier = barriers + 8 * (2 * stage + which);
     expect(barrier, TILE_BYTES + PARAM_BYTES);
     copy_box(ring + (2 * stage + which) * TILE_BYTES, map, 0, (page * BLOCK_SIZE + inside) / (INT4 ? 2 : 1), barrier, EVICT_FIRST);
+    constexpr int RUNS = BLOCK_SIZE == TILE ? 1 : SETS;  // of parameters, side by side
 #pragma unroll
-    for (int s = 0; s < SETS; s++)
-      bulk_copy(params + (2 * stage + which) * PARAM_BYTES + s * TILE * 4,
-                from + (size_t)page * (BLOCK_SIZE * SETS) + s * BLOCK_SIZE + inside, TILE * 4, barrier, EVICT_FIRST);
+    for (int i = 0; i < RUNS; i++)
+      bulk_copy(params + (2 * stage + which) * PARAM_BYTES + i * TILE * 4,
+                from + (size_t)page * (BLOCK_SIZE * SETS) + i * BLOCK_SIZE + inside, PARAM_BYTES / RUNS, barrier, EVICT_FIRST);
   };
   Walk here, ahead;
   begin(here, warp * CLUSTER + rank), ahead = here;
 #pragma unroll
   for (int i = 0; i < STAGES; i++) copy(&k_map, a.k_params, 0, i, ahead), copy(&v_map, a.v_params, 1, i, ahead), next(ahead);
-  wait_kernel_before();
+  if (FUSED) wait_kernel_before();
 
   // Queries to fp16, divided by a power of two; the new token's K and V to codes.
   float* stats = (float*)(shared + STATS_AT);
-  for (int i = warp; i < GROUP + 2; i += WARPS) {
-    const bool query = i < GROUP;
-    const int at = query ? head * GROUP + i : Q_HEADS + (i - GROUP) * HEADS + head;
-    const unsigned short* from = a.qkv + ((size_t)row * (Q_HEADS + 2 * HEADS) + at) * DIM;
-    float y[4];
-    if (INT4) {
+  constexpr int ITEMS = GROUP + (FUSED ? 2 : 0);
+  u32 pairs[2] = {}, soon[2] = {};
+  auto fetch = [&](int i) {
+    const int at = i < GROUP ? head * GROUP + i : Q_HEADS + (i - GROUP) * HEADS + head;
+    const unsigned short* from = a.qkv + ((size_t)row * ROW_HEADS + at) * DIM;
 #pragma unroll
-      for (int j = 0; j < 4; j++) y[j] = value(from[channel_of(j, lane)]);
-    } else {
-      const u32 low = ((const u32*)from)[lane], high = ((const u32*)from)[32 + lane];
-      y[0] = value(low & 0xFFFF), y[1] = value(low >> 16), y[2] = value(high & 0xFFFF), y[3] = value(high >> 16);
-    }
-    if (i <= GROUP) {
+    for (int j = 0; j < 2 && i < ITEMS; j++)
+      soon[j] = INT4 ? from[channel_of(2 * j, lane)] | (u32)from[channel_of(2 * j + 1, lane)] << 16
+                     : *(const u32*)(from + channel_of(2 * j, lane));
+  };
+  fetch(warp);
+#pragma unroll 1
+  for (int i = warp; i < ITEMS; i += WARPS) {
+    const bool query = i < GROUP;
+    pairs[0] = soon[0], pairs[1] = soon[1], fetch(i + WARPS);
+    float y[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) y[j] = value(pairs[j / 2] >> j % 2 * 16 & 0xFFFF);
+    if (FUSED && i <= GROUP) {
       float z[4];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
@@ -260,17 +270,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       const u32 exponent = __float_as_uint(largest) & 0x7F800000;
       const float inverse = __uint_as_float(0x7F000000 - exponent);
       unsigned short* to = (unsigned short*)(shared + Q_AT) + i * DIM;  // [PLANES, UNITS]
-      float sum[SETS], offset[SETS];
+      float sum[SETS];
       if (INT4) {
 #pragma unroll
         for (int p = 0; p < 4; p++) {
-          unsigned short x = half_of(__fmul_rn(y[p], inverse));
+          const unsigned short x = half_of(__fmul_rn(y[p], inverse));
           const float one = eights_sum(half_value(x));
-          if (p % 2) x = half_of(half_value(x) * 0.0625f);
-          const float same = (p % 2 ? eights_sum(half_value(x)) : one) * 1024.f;
           sum[p / 2 % SETS] = p % 2 ? __fadd_rn(sum[p / 2 % SETS], one) : one;
-          offset[p / 2 % SETS] = p % 2 ? __fadd_rn(offset[p / 2 % SETS], same) : same;
-          to[p * UNITS + lane] = x;
+          to[p * UNITS + lane] = p % 2 ? x : half_of(half_value(x) * 16.f);  // codes of odd planes are 16 times as large
         }
       } else {
 #pragma unroll
@@ -278,15 +285,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           const unsigned short low = half_of(__fmul_rn(y[p], inverse)), high = half_of(__fmul_rn(y[p + 2], inverse));
           const float one = lane_sum<1>(__fadd_rn(half_value(low), half_value(high)));
           sum[0] = p ? __fadd_rn(sum[0], one) : one;
-          offset[0] = p ? __fadd_rn(offset[0], one * 1024.f) : one * 1024.f;
           to[p * UNITS + lane] = low, to[p * UNITS + 32 + lane] = high;
         }
       }
       if (lane == 0) {
-        float* stat = stats + i * (1 + 2 * SETS);
-        stat[0] = __fmul_rn(__uint_as_float(exponent), a.q_scale);
+        float* stat = stats + i * (1 + SETS);
+        stat[0] = __fmul_rn(__uint_as_float(exponent), a.q_scale / SCORE_UNIT);
 #pragma unroll
-        for (int s = 0; s < SETS; s++) stat[1 + s] = sum[s], stat[1 + SETS + s] = 0.f - offset[s];
+        for (int s = 0; s < SETS; s++) stat[1 + s] = sum[s] * SCORE_UNIT;
       }
     } else {
       u32 param[SETS];
@@ -313,46 +319,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   __syncthreads();
 
   u32 q[PLANES][STEPS][2];
-  float factor[2], q_sum[SETS][2], offset[SETS][2];
+  float factor[2], q_sum[SETS][2];
+  const int column = lane / 4 % ALL, sharer = lane % 4 / EVERY;
 #pragma unroll
   for (int p = 0; p < PLANES; p++)
 #pragma unroll
     for (int t = 0; t < STEPS; t++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        q[p][t][i] = lane / 4 < GROUP ? *(const u32*)(shared + Q_AT + ((lane / 4 * PLANES + p) * UNITS + t * 16 + i * 8 + lane % 4 * 2) * 2) : 0;
+        q[p][t][i] = column < GROUP ? *(const u32*)(shared + Q_AT + ((column * PLANES + p) * UNITS + t * 16 + i * 8 + lane % 4 * 2) * 2) : 0;
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int member = lane % 4 * 2 + e;
-    const float* stat = stats + member * (1 + 2 * SETS);
-    factor[e] = member < GROUP ? stat[0] : 0.f;
+  for (int e = 0; e < COLUMNS; e++) {
+    const int member = min(lane % EVERY * 2 + e, GROUP - 1);
+    const float* stat = stats + member * (1 + SETS);
+    factor[e] = stat[0];
 #pragma unroll
-    for (int s = 0; s < SETS; s++) {
-      q_sum[s][e] = member < GROUP ? stat[1 + s] : 0.f, offset[s][e] = member < GROUP ? stat[1 + SETS + s] : 0.f;
-    }
+    for (int s = 0; s < SETS; s++) q_sum[s][e] = stat[1 + s];
   }
   if (CLUSTER > 1) cluster_wait();  // all blocks have begun
   // Of 8 x 8 matrices; 32 bytes further is a flipped bit, for tiles lie at multiples of 1024.
   const u32 k_lane = place(lane / 8 % 2 * 8 + lane % 8, lane / 16), v_lane = place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 
-  float m[2] = {FLOOR, FLOOR}, weight[2] = {}, bias[SETS][2] = {}, acc[PLANES][STEPS][4] = {};
+  const int first_key = sharer * 8 + lane / 4;  // of a tile, of this lane; the next are 8 SHARERS further
+  const u32 portions = base + PORTIONS_AT + warp * SETS * ALL * PORTION;
+  const u32 portion_to = portions + lane % EVERY * 2 * PORTION + lane / 8 * (TILE / 2) + sharer * 4 + lane / 4 % 2 * 2;
+  const u32 portion_from = portions + column * PORTION + lane % 4 * (TILE / 2);
+  float m[2] = {FLOOR, FLOOR}, weight[2][EVERY] = {}, bias[SETS][2][EVERY] = {}, acc[PLANES][STEPS][4] = {};
   for (int n = 0; here.split < count; n++) {
     const int stage = n % STAGES, parity = n / STAGES & 1, fresh_at = context - 1 - here.first;
     const u32 k_tile = ring + 2 * stage * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
     const u32 k_param = params + 2 * stage * PARAM_BYTES, v_param = k_param + PARAM_BYTES;
-    auto patch = [&](u32 tile, u32 param, int is_v) {  // the new token, which was not there yet, and zeros behind it
+    auto patch = [&](u32 tile, u32 param, int is_v) {  // zeros behind the newest token, and itself if it was not there yet
       if (fresh_at >= TILE) return;
 #pragma unroll
       for (int i = 0; i < PARAM_BYTES / 128; i++)
         if (i * 32 % TILE + lane > fresh_at)
           asm volatile("st.shared.u32 [%0], %1;" ::"r"(param + (i * 32 + lane) * 4), "r"(0) : "memory");
-      if (lane < CODES / 16) {
+      if (FUSED && lane < CODES / 16) {
         const uint4 piece = load_shared(base + FRESH_AT + is_v * CODES + lane * 16);
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(tile + place(fresh_at, lane)), "r"(piece.x), "r"(piece.y),
                      "r"(piece.z), "r"(piece.w)
                      : "memory");
       }
-      if (lane < SETS)
+      if (FUSED && lane < SETS)
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(param + (lane * TILE + fresh_at) * 4),
                      "r"(((u32*)(shared + FRESH_AT + 2 * CODES))[is_v * SETS + lane])
                      : "memory");
@@ -366,106 +375,112 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
     wait(barriers + 16 * stage, parity);
     patch(k_tile, k_param, 0);
-    float score[KEYS][4], largest[2] = {-__uint_as_float(0x7F800000), -__uint_as_float(0x7F800000)};
+    float part[SETS][KEYS][4] = {};
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
-      u32 raw[STEPS][4];
+      u32 raw[STEPS][4], x[4];
 #pragma unroll
-      for (int t = 0; t < STEPS; t++)
-        load_matrices<false>(raw[t], ((k_tile + k_lane) ^ t << 5) + j * KEY_BYTES);
-      const int key = j * 16 + lane / 4;
+      for (int t = 0; t < STEPS; t++) load_matrices<false>(raw[t], ((k_tile + k_lane) ^ t << 5) + j * KEY_BYTES);
 #pragma unroll
-      for (int s = 0; s < SETS; s++) {
-        float part[4] = {offset[s][0], offset[s][1], offset[s][0], offset[s][1]};
-        u32 x[4];
+      for (int t = 0; t < STEPS; t++) plane<0>(x, raw[t]), product(part[0][j], x, q[0][t]);
 #pragma unroll
-        for (int t = 0; t < STEPS; t++) {
-          if (s) planes<2 % PLANES, false>(x, raw[t]);
-          else planes<0, false>(x, raw[t]);
-          product(part, x, q[s * 2][t]);
-        }
+      for (int t = 0; t < STEPS; t++) plane<1>(x, raw[t]), product(part[0][j], x, q[1][t]);
+      if (INT4) {
 #pragma unroll
-        for (int t = 0; t < STEPS; t++) {
-          if (s) planes<3 % PLANES, false>(x, raw[t]);
-          else planes<1, false>(x, raw[t]);
-          product(part, x, q[s * 2 + 1][t]);
-        }
-        float scale[2], minimum[2];
+        for (int t = 0; t < STEPS; t++) plane<2>(x, raw[t]), product(part[SETS - 1][j], x, q[2 % PLANES][t]);
 #pragma unroll
-        for (int i = 0; i < 2; i++) scale_min(k_param, s, key + 8 * i, scale[i], minimum[i]);
-#pragma unroll
-        for (int i = 0; i < 4; i += 3 - COLUMNS)
-          score[j][i] = __fmaf_rn(part[i], scale[i / 2], __fmaf_rn(minimum[i / 2], q_sum[s][i % 2], s ? score[j][i] : 0.f));
+        for (int t = 0; t < STEPS; t++) plane<3>(x, raw[t]), product(part[SETS - 1][j], x, q[3 % PLANES][t]);
       }
     }
-    if (fresh_at < TILE - 1)
+    float score[EIGHTS][2], largest[2] = {lowest(), lowest()};
 #pragma unroll
-      for (int i = 0; i < 4 * KEYS; i++)
-        if (i / 2 * 8 + lane / 4 > fresh_at) score[i / 4][i % 4] = -__uint_as_float(0x7F800000);
+    for (int u = 0; u < EIGHTS; u++)
 #pragma unroll
-    for (int i = 0; i < 4 * KEYS; i += 3 - COLUMNS) largest[i % 2] = fmaxf(largest[i % 2], score[i / 4][i % 4]);
+      for (int s = 0; s < SETS; s++) {
+        float scale, minimum;
+        scale_min(k_param, s, first_key + u * 8 * SHARERS, scale, minimum);
+#pragma unroll
+        for (int e = 0; e < COLUMNS; e++) {
+          float mine = 0;
+#pragma unroll
+          for (int i = 0; i < SHARERS; i++) {
+            const int eight = u * SHARERS + i;
+            if (i == 0 || i == sharer) mine = part[s][eight / 2][eight % 2 * 2 + e];
+          }
+          score[u][e] = __fmaf_rn(mine, scale, __fmaf_rn(minimum, q_sum[s][e], s ? score[u][e] : 0.f));
+        }
+      }
+#pragma unroll
+    for (int u = 0; u < EIGHTS; u++)
+#pragma unroll
+      for (int e = 0; e < COLUMNS; e++) {
+        if (first_key + u * 8 * SHARERS > fresh_at) score[u][e] = lowest();
+        largest[e] = fmaxf(largest[e], score[u][e]);
+      }
     __syncwarp();
     copy(&k_map, a.k_params, 0, stage, ahead);
 
-    float fade[2], sum[2];
+    float fade[2];
 #pragma unroll
     for (int e = 0; e < COLUMNS; e++) {
-      const float most = fmaxf(m[e], __fmul_rn(lane_most<4>(largest[e]), factor[e]));
-      fade[e] = power(__fsub_rn(m[e], most)), m[e] = most;
+      const float most = fmaxf(m[e], __fmul_rn(lane_most<EVERY>(largest[e]), factor[e]));
+      fade[e] = m[e] > FLOOR ? power(__fsub_rn(m[e], most)) : 1.f, m[e] = most;  // of nothing: zeros, which may stay
+      float sum[EVERY];
 #pragma unroll
-      for (int j = 0; j < KEYS; j++)
+      for (int u = 0; u < EIGHTS; u++) {
+        const float p = score[u][e] = power(__fmaf_rn(score[u][e], factor[e], -most));
+        sum[u % EVERY] = u < EVERY ? p : __fadd_rn(sum[u % EVERY], p);
+      }
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float& p = score[j][2 * i + e];
-          p = power(__fmaf_rn(p, factor[e], -most));
-          sum[e] = j + i ? __fadd_rn(sum[e], p) : p;
-        }
-      weight[e] = __fmaf_rn(weight[e], fade[e], sum[e]);
+      for (int i = 0; i < EVERY; i++) weight[e][i] = __fmaf_rn(weight[e][i], fade[e], sum[i]);
     }
 
     wait(barriers + 16 * stage + 8, parity);
     patch(v_tile, v_param, 1);
-    u32 portion[SETS][KEYS][2];
+    // Weights to where a product's lanes want them: the queries' rows, in these keys two, of each eight, side by side.
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-      float low[2];
+      float low[2][EVERY];
 #pragma unroll
-      for (int j = 0; j < KEYS; j++) {
-        float by[2], minimum[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) scale_min(v_param, s, j * 16 + lane / 4 + 8 * i, by[i], minimum[i]), by[i] *= P_FACTOR;
+      for (int u = 0; u < EIGHTS; u++) {
+        float by, minimum;
+        scale_min(v_param, s, first_key + u * 8 * SHARERS, by, minimum);
 #pragma unroll
         for (int e = 0; e < COLUMNS; e++) {
-          const float first = score[j][e], second = score[j][2 + e];
-          if (j == 0)
-            low[e] = __fmaf_rn(first, minimum[0], __fmul_rn(second, minimum[1]));
-          else
-            low[e] = __fmaf_rn(second, minimum[1], __fmaf_rn(first, minimum[0], low[e]));
+          const float p = score[u][e], shift = __fmul_rn(p, minimum);
+          low[e][u % EVERY] = u < EVERY ? shift : __fadd_rn(low[e][u % EVERY], shift);
+          const u32 to = portion_to + (s * ALL + e) * PORTION + u * SHARERS * 4;
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(half_of(p * (by * P_FACTOR))) : "memory");
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          portion[s][j][i] = across(half_pair(__fmul_rn(score[j][2 * i], by[i]), COLUMNS == 1 ? 0.f : __fmul_rn(score[j][2 * i + 1], by[i])));
       }
 #pragma unroll
-      for (int e = 0; e < COLUMNS; e++) bias[s][e] = __fmaf_rn(bias[s][e], fade[e], low[e]);
+      for (int e = 0; e < COLUMNS; e++)
+#pragma unroll
+        for (int i = 0; i < EVERY; i++) bias[s][e][i] = __fmaf_rn(bias[s][e][i], fade[e], low[e][i]);
     }
+    __syncwarp();
+    if (__any_sync(~0u, fade[0] != 1.f || (COLUMNS == 2 && fade[COLUMNS - 1] != 1.f)))
 #pragma unroll
-    for (int p = 0; p < PLANES; p++)
+      for (int i = 0; i < PLANES * STEPS * 4; i += 3 - COLUMNS) acc[i / 4 / STEPS][i / 4 % STEPS][i % 4] *= fade[i % 2];
+    u32 portion[SETS][KEYS][2];
 #pragma unroll
-      for (int u = 0; u < STEPS; u++)
+    for (int s = 0; s < SETS; s++)
 #pragma unroll
-        for (int i = 0; i < 4; i += 3 - COLUMNS) acc[p][u][i] = __fmul_rn(acc[p][u][i], fade[i % 2]);
+      for (int j = 0; j < KEYS; j += 2) {
+        const uint4 four = load_shared(portion_from + s * ALL * PORTION + j * 8);
+        portion[s][j][0] = four.x, portion[s][j][1] = four.y, portion[s][j + 1][0] = four.z, portion[s][j + 1][1] = four.w;
+      }
 #pragma unroll
     for (int j = 0; j < KEYS; j++)
 #pragma unroll
       for (int u = 0; u < STEPS; u++) {
         u32 raw[4], x[4];
         load_matrices<true>(raw, ((v_tile + v_lane) ^ u << 5) + j * KEY_BYTES);
-        planes<0, true>(x, raw), product(acc[0][u], x, portion[0][j]);
-        planes<1, true>(x, raw), product(acc[1][u], x, portion[0][j]);
+        plane<0>(x, raw), product(acc[0][u], x, portion[0][j]);
+        plane<1>(x, raw), product(acc[1][u], x, portion[0][j]);
         if (INT4) {
-          planes<2 % PLANES, true>(x, raw), product(acc[2 % PLANES][u], x, portion[SETS - 1][j]);
-          planes<3 % PLANES, true>(x, raw), product(acc[3 % PLANES][u], x, portion[SETS - 1][j]);
+          plane<2>(x, raw), product(acc[2 % PLANES][u], x, portion[SETS - 1][j]);
+          plane<3>(x, raw), product(acc[3 % PLANES][u], x, portion[SETS - 1][j]);
         }
       }
     __syncwarp();
@@ -477,11 +492,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
       for (int e = 0; e < COLUMNS; e++) {
         const int member = lane % 4 * 2 + e;
-        const float top = ceilf(m[e]), scale = power(__fsub_rn(m[e], top)), all = __fmul_rn(lane_sum<4>(weight[e]), scale);
+        const float top = ceilf(m[e]), scale = power(__fsub_rn(m[e], top)), all = __fmul_rn(unfold(weight[e], lane), scale);
         const float by = scale * (1.f / P_FACTOR);
         float low[SETS];
 #pragma unroll
-        for (int s = 0; s < SETS; s++) low[s] = lane_sum<4>(bias[s][e]), bias[s][e] = 0;
+        for (int s = 0; s < SETS; s++) low[s] = unfold(bias[s][e], lane) * P_FACTOR;
         if (member < GROUP) {
           const u32 there = CLUSTER > 1 ? in_cluster(to, 0) : to, top_there = CLUSTER > 1 ? in_cluster(top_to, 0) : top_to;
 #pragma unroll
@@ -490,14 +505,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int u = 0; u < STEPS; u++)
 #pragma unroll
               for (int i = 0; i < 2; i++) {
-                const int unit = u * 16 + i * 8 + lane / 4, channel = INT4 ? p * UNITS + unit : 2 * unit + p;
-                const float piece = __fmul_rn(__fmaf_rn(low[p / 2 % SETS], P_FACTOR, acc[p][u][2 * i + e]), by);
-                asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there + (member * DIM + channel) * 4), "f"(piece) : "memory");
+                const int place = u * 16 + i * 8 + lane / 4, channel = INT4 ? p * UNITS + place : 2 * place + p;
+                const float unit = INT4 && p % 2 ? 1 << 20 : 1 << 24;
+                const float piece = __fmul_rn(__fmaf_rn(acc[p][u][2 * i + e], unit, low[p / 2 % SETS]), by);
+                store_first(there + (member * DIM + channel) * 4, piece);
               }
-          if (lane < 4)
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(top_there + member * 8), "f"(top), "f"(all) : "memory");
+          if (lane < 4) store_first(top_there + member * 8, top), store_first(top_there + member * 8 + 4, all);
         }
-        m[e] = FLOOR, weight[e] = 0;
+        m[e] = FLOOR;
+#pragma unroll
+        for (int i = 0; i < EVERY; i++) {
+          weight[e][i] = 0;
+#pragma unroll
+          for (int s = 0; s < SETS; s++) bias[s][e][i] = 0;
+        }
       }
 #pragma unroll
       for (int p = 0; p < PLANES; p++)

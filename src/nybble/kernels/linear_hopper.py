@@ -60,62 +60,68 @@ class Tile(NamedTuple):
         return 64 * self.row_tiles * WARPGROUPS
 
     @property
-    def threads(self) -> int:
-        return 128 * WARPGROUPS + (128 if self.registers else 32)
-
-    @property
     def registers(self) -> int:
         """Of a multiplying thread: what the copying ones leave. The hand-over also tells the compiler that warps are whole, or
         it moves every address of the main loop through a vector register (0: none, an even share)."""
         return {1: 232, 2: 104}.get(self.resident, 0)
 
 
-def expected_us(tile: Tile, tokens: int, rows: int, channels: int, count: int) -> float:
-    """Microseconds on a GPU of `count` processors, fitted to an H200 running the Llama-2-13B linears
-    (within 7 % of what was measured at 128, 256, 512 and 1024). For more than 64 tokens."""
-    tiles, steps, size = (
-        -(-rows // tile.rows) * -(-tokens // tile.tokens),
-        -(-channels // BLOCK),
-        tile.row_tiles * tile.tokens / 128,
-    )
-    step = 0.0022 * tile.tokens + 0.04 if tile.row_tiles == 1 else 0.0046 * tile.tokens + 0.041
+def expected_us(tile: Tile, mode: int, tokens: int, rows: int, channels: int, count: int) -> float:
+    """Microseconds on a GPU of `count` processors, for more than 64 tokens: fitted to an H200 running the Llama-2-13B linears,
+    within 7 % of what was measured per channel at 128, 256, 512 and 1024 tokens, in groups at 256 and 1024."""
+    tiles, steps = -(-rows // tile.rows) * -(-tokens // tile.tokens), -(-channels // BLOCK)
+    size = tile.row_tiles * tile.tokens / 128
+    if tile.row_tiles == 2:
+        step = 0.0046 * tile.tokens + 0.041
+    else:
+        step = max(0.0022 * tile.tokens + 0.04, 0.0027 * tile.tokens if tile.tokens > 192 else 0)
+    if mode == PER_CHANNEL:
+        step *= 1 if tile.tokens == 128 else 1.03
+    else:  # the more tokens share what is unpacked, the less of it shows
+        unpacking, hidden = {GROUPED: 0.1, ROUNDED: 0.185}[mode], 0.001 * (tile.tokens - 96)
+        step += max(0.01, unpacking - hidden if tile.row_tiles == 1 else 1.5 * unpacking - 2.4 * hidden)
     if tile.stream:
-        return tiles / count * (steps * step + size / 2) + (8.5 if tile.row_tiles == 1 else 11.5)
-    sums = 0.6 + 1.2 * size if tile.cluster_k > 1 else 0
+        return tiles / count * (steps * step + size / 2) + 5.5 + 3 * size
+    sums = 0.3 * (tile.cluster_k - 1) + 1.2 * size if tile.memory else 0.6 * size * (tile.cluster_k > 1)
     return -(-tiles * tile.cluster_k // count) * (-(-steps // tile.cluster_k) * step + size / 2) + 3.2 + sums
 
 
 @functools.lru_cache(1 << 14)
-def tile_for(tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
-    """The tile for a batch on a GPU of `count` processors. Few tokens: shares of the channels that fill two programs a
-    processor. More: what `expected_us` says of tiles that fill one round of the processors, whole rounds of the larger kind,
-    and equal shares."""
+def tile_for(mode: int, tokens: int, rows: int, channels: int, count: int = 132) -> Tile:
+    """The tile for a batch on a GPU of `count` processors. Few tokens: what a sweep over the Llama-2-13B linears found, shares
+    of the channels that fill two programs a processor. More: the least of `expected_us`."""
     blocks, steps = -(-rows // 128), -(-channels // BLOCK)
-    if tokens <= 64:
-        shares = next(k for k in (4, 2, 1) if k == 1 or blocks * k <= 2 * count)
-        few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
-        if few == 64 and blocks > count:
-            return Tile(few, 2)
-        return Tile(few, 1, few <= 16, shares, 2, ahead=6 if steps <= 20 * shares else 0)
-    choices = candidates(tokens, rows, channels, count)
-    return min(choices, key=lambda tile: expected_us(tile, tokens, rows, channels, count) * (1 if tile.tokens == 128 else 1.03))
+    if tokens > 64:
+        choices = candidates(mode, tokens, blocks, count)
+        return min(choices, key=lambda tile: expected_us(tile, mode, tokens, rows, channels, count))
+    few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
+    if few == 64 and blocks > count and mode == PER_CHANNEL:
+        return Tile(few, 2)
+    uneven = steps >= 100 and 4 * blocks > count  # a quarter takes long, and some processors have two
+    if uneven and mode and few >= 48 and 6 * blocks <= 2 * count:
+        return Tile(few, 1, False, 6, 2, memory=True)
+    shares = next(k for k in (5 if uneven else 4, 4, 2, 1) if k == 1 or blocks * k <= 2 * count)
+    return Tile(few, 1, few <= 16, shares, 2, ahead=6 if steps <= 22 * shares else 0)
 
 
-def candidates(tokens: int, rows: int, channels: int, count: int) -> list[Tile]:
-    """For more than 64 tokens."""
-    blocks, choices = -(-rows // 128), []
-    for each in (128, 96, 80, 160, 176, 192):
+def candidates(mode: int, tokens: int, blocks: int, count: int) -> list[Tile]:
+    """For more than 64 tokens and `blocks` of 128 rows: tiles that fill one round of the processors, whole rounds of the larger
+    kind, equal shares."""
+    choices = []
+    for each in (128, 96, 80, 160, 176, 192, *((208, 256) if mode else ())):
         columns = -(-tokens // each)
         order = 8 if columns <= 2 else 4
         for row_tiles in (1, 2) if each <= 128 else (1,):
             tiles = columns * -(-blocks // row_tiles)
             if tiles <= count:
-                shares = min(count // tiles, 8)
-                choices += [Tile(each, row_tiles, False, k, order=order, memory=k > 2, ahead=3) for k in {1, shares}]
+                for shares in {1, 3 if 4 * tiles <= count else 1, min(count // tiles, 8)}:
+                    memory = shares > 3 or (shares == 3 and 4 * tiles > count)  # so many clusters of three would not fit
+                    choices.append(Tile(each, row_tiles, False, shares, order=order, memory=memory, ahead=3))
             elif row_tiles == 2:
                 choices.append(Tile(each, 2, waves=1, order=order, lag=2, ahead=3))
-            if each == 128 and (row_tiles == 2 or tiles <= count):
-                choices.append(Tile(each, row_tiles, waves=1, order=order, stream=True, lag=2 * (row_tiles == 2)))
+            if each > 192 or (each == 128 and (row_tiles == 2 or tiles <= count)):
+                lag, ahead = 2 * (row_tiles == 2), 3 * (each > 192)
+                choices.append(Tile(each, row_tiles, waves=1, order=order, stream=True, lag=lag, ahead=ahead))
     return choices
 
 
@@ -173,14 +179,15 @@ class Packed:
 
 
 def mode_of(weight: QTensor) -> int | None:
-    """The kernel's form for a weight; None: its scales on the int8 grid are neither whole numbers in 0..16 nor float16, or a
-    product leaves the int8 range."""
+    """The kernel's form for a weight; None: its scales on the int8 grid are neither whole numbers in 0..16 (with sums that fit
+    int32) nor float16, or a product leaves the int8 range."""
     if weight.over is None:
         return PER_CHANNEL
     scale = weight.scale
-    if bool(((scale == scale.round()) & (scale >= 0) & (scale <= 16)).all()):
-        return GROUPED
     groups = torch.nn.functional.pad(weight.codes, (0, -weight.codes.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest_sum = 16 * 128 * (groups.abs().sum(dim=2) * scale).sum(dim=1)  # of 16 * code * scale * activation
+    if bool(((scale == scale.round()) & (scale >= 0) & (scale <= 16)).all() and (largest_sum < 1 << 31).all()):
+        return GROUPED
     low, high = (torch.round(edge * scale) for edge in groups.aminmax(dim=2))
     inside = (torch.minimum(low, high) >= -128) & (torch.maximum(low, high) <= 127)
     return ROUNDED if bool((inside & (scale == scale.half().float())).all()) else None
@@ -241,7 +248,7 @@ def kernel(tile: Tile, mode: int, out: int, device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def compile_ahead(n: int, k: int, mode: int, out: int, count: int) -> None:
-    tiles = {tile_for(m, n, k, count) for m in nvrtc.usual_batches(n, k)}
+    tiles = {tile_for(mode, m, n, k, count) for m in nvrtc.usual_batches(n, k)}
     nvrtc.compile_ahead(source_and_defines(tile, mode, out) for tile in tiles)
 
 
@@ -260,7 +267,7 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
     if tokens == 0:
         return y
-    tile, steps = packed.tile or tile_for(tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
+    tile, steps = packed.tile or tile_for(packed.mode, tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
     row_tiles, token_tiles = -(-packed.n // tile.rows), -(-tokens // tile.tokens)
     tiles = clusters = row_tiles * token_tiles
     tile = tile._replace(cluster_k=min(tile.cluster_k, steps))
@@ -281,10 +288,10 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
         packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
     )  # fmt: skip
     nvrtc.launch(
-        kernel(tile, packed.mode, OUT[packed.dtype], device), clusters * tile.cluster_k,
-        tile.threads, shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
-        (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments),
-        codes.device,
+        kernel(tile, packed.mode, OUT[packed.dtype], device),
+        clusters * tile.cluster_k, 128 * WARPGROUPS + (128 if tile.registers else 32),
+        shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
+        (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments), codes.device,
     )  # fmt: skip
     return y
 

@@ -2,9 +2,8 @@
 channel or tensor, and in blocks (one scale per token, row and 128 channels).
 
 int8 sums are int32. FP8 products are added in the tensor core, which keeps about 14 bits of the largest; left alone (cuBLAS's
-fast accumulation) a sum of 13824 is 2.8e-3 off, more than rounding it to bf16 costs (1.7e-3). So every 2048 channels its
-leading 8 bits move to a bf16 beside it and the rest goes on, which leaves 8.3e-4 and takes half the registers of a second
-float32 sum; in blocks each 128 channels' sum, times its scales, is added in float32 (1.3e-4). Channels are taken in one order:
+fast accumulation) a sum of 13824 is 2.8e-3 off, more than rounding it to bf16 costs (1.7e-3). So every 2048 channels' sum is
+added in float32, which leaves 8e-4; in blocks each 128 channels', times its scales (1.3e-4). Channels are taken in one order:
 no tile and no batch changes a bit. This file packs weights, chooses tiles and launches.
 """
 
@@ -63,39 +62,36 @@ class Tile(NamedTuple):
     @property
     def registers(self) -> int:
         """Of a multiplying thread where the even share is too few (0: it is not)."""
-        return 224 if self.warpgroups == 2 and self.tokens >= 128 else 0
+        return 0 if self.tokens < 128 or self.warpgroups == 1 else 232 if self.warpgroups == 2 else 160
 
 
 # Few tokens, (tokens and rows at most, tile), the first match wins; more: see `plan`. Both from sweeps on an H200 over the
 # four Llama-2-13B linears at 1, 16, 32, 64, 128, 256, 512, 1024 and 4096 tokens.
 ANY = 1 << 30
-FEW = tuple(row for t in (8, 16, 32, 64) for row in ((t, 8192, Tile(t)), (t, ANY, Tile(t, 2))))
 WIDE_128 = Tile(128, 2, 4, staged=True)
-NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
-    INTEGER: (*FEW, (128, 8192, Tile(128, 1, 4)), (128, ANY, WIDE_128)),
-    FLOAT: (*FEW, (128, 8192, Tile(128)), (128, ANY, WIDE_128)),
-    BLOCKS: (
-        *(row for t in (16, 32, 64) for row in ((t, 8192, Tile(t, 1, 2)), (t, ANY, Tile(t, 1, 1, 2)))),
-        (128, 8192, Tile(128, 1, 4)),
-        (128, ANY, WIDE_128),
-    ),
-}
+FEW = (
+    *(row for t in (8, 16, 32, 64) for row in ((t, 8192, Tile(t)), (t, ANY, Tile(t, 2)))),
+    (128, 8192, Tile(128, 1, 4)),
+    (128, ANY, WIDE_128),
+)
+FEW_BLOCKS = (*(row for t in (16, 32, 64) for row in ((t, 8192, Tile(t, 1, 2)), (t, ANY, Tile(t, 1, 1, 2)))), *FEW[-2:])
+NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {INTEGER: FEW, FLOAT: FEW, BLOCKS: FEW_BLOCKS}
 NARROW[EVEN_BLOCKS] = (
-    *NARROW[BLOCKS][:4],
+    *FEW_BLOCKS[:4],
     (64, 8192, Tile(64, 1, 2, turned=64)),
     (64, ANY, Tile(64, 1, 2, turned=128)),
     (128, 8192, Tile(128, 2, turned=64)),
     (128, ANY, Tile(128, 2, turned=128)),
 )
-# For more tokens; the first is what whole rounds in two launches are made of.
-EIGHT_BIT = (Tile(256, 2, staged=True), *(Tile(t, 2, 2, staged=True) for t in (208, 176, 144)), WIDE_128)
+# For more tokens; the first is what whole rounds in two launches are made of. A thread of FP8 has two sums each.
+EIGHT_BIT = (*(Tile(t, 2, 2, staged=True) for t in (192, 176, 144)), WIDE_128, Tile(128, 3, staged=True))
 WIDE: dict[int, tuple[Tile, ...]] = {
-    INTEGER: EIGHT_BIT,
+    INTEGER: (Tile(256, 2, staged=True), *EIGHT_BIT),
     FLOAT: EIGHT_BIT,
     BLOCKS: (WIDE_128,),
-    EVEN_BLOCKS: (Tile(256, 2, turned=128), Tile(128, 2, turned=128)),
+    EVEN_BLOCKS: (Tile(256, 2, turned=128), Tile(192, 3, turned=128), Tile(128, 2, turned=128)),
 }
-TILE_TOKENS, LAUNCH_TOKENS = 32, 16  # what starting and storing a tile costs, and a launch, as tokens
+LAUNCH_TOKENS = 16  # what a second launch costs, in tokens of 128 rows
 MOST_ROUNDS = 10  # of more, power is the limit and not the last round
 
 
@@ -110,25 +106,28 @@ class Launch(NamedTuple):
 @functools.lru_cache(4096)
 def plan(kind: int, tokens: int, rows: int, processors: int) -> tuple[Launch, ...]:
     """The launches for a batch: from the table for few tokens; else the wide tile with the least rounds over all processors
-    times its tokens, or whole rounds of the widest and the rest in tiles that fit one round better. Neither moves a bit."""
+    times its size, or whole rounds of the widest and the rest in tiles that fit one round better. Neither moves a bit."""
     for most, widest, tile in NARROW[kind]:
         if tokens <= most and rows <= widest:
             return (Launch(tile, 0, rows),)
 
     def rounds(tile: Tile, rows: int) -> int:
-        return -(-(-(-rows // (tile.rows * tile.cluster)) * tile.cluster * -(-tokens // tile.tokens)) // processors)
+        tiles = -(-rows // (tile.rows * tile.cluster)) * tile.cluster * -(-tokens // tile.tokens)
+        return -(-tiles // (processors if tile.cluster <= 2 else processors * 15 // 16))  # clusters of four do not fill all
 
-    def cost(tile: Tile, rows: int) -> int:
-        return rounds(tile, rows) * (tile.tokens + TILE_TOKENS)
+    def cost(tile: Tile, rows: int) -> int:  # in tokens of 128 rows
+        start = 64 // tile.warpgroups if tile.turned else 16 * tile.warpgroups
+        return rounds(tile, rows) * (tile.tokens * tile.rows // 128 + start)
 
     wide = WIDE[kind]
     best = min(wide, key=lambda tile: cost(tile, rows))
-    found, least = (Launch(best, 0, rows),), 0.97 * cost(best, rows)
+    found, least = (Launch(best, 0, rows),), 0.98 * cost(best, rows)
     for full in range(1, rounds(wide[0], rows) if rounds(wide[0], rows) <= MOST_ROUNDS else 1):
-        first = full * processors // -(-tokens // wide[0].tokens) * wide[0].rows
+        group = wide[0].rows * wide[0].cluster
+        first = full * processors // (-(-tokens // wide[0].tokens) * wide[0].cluster) * group
         if not 0 < first < rows:
             continue
-        rest = min(wide, key=lambda tile: cost(tile, rows - first))
+        rest = min((tile for tile in wide if first % tile.rows == 0), key=lambda tile: cost(tile, rows - first))
         total = cost(wide[0], first) + cost(rest, rows - first) + LAUNCH_TOKENS
         if total < least:
             found, least = (Launch(wide[0], 0, first), Launch(rest, first, rows - first)), total
@@ -294,30 +293,25 @@ def most_clusters(tile: Tile, kind: int, handle: int, device: int) -> int:
 
 def multiply(packed: Packed, launches: tuple[Launch, ...], codes: Tensor, scale: Tensor, stride: int) -> Tensor:
     """Quantized rows [M, K] times the weight -> [M, N]. scale: as `quantize` gives it; stride: from one token's to the next's
-    (0: one for all), in blocks from one group's to the next's, a multiple of the tiles' tokens."""
-    tokens = codes.shape[0]
+    (0: one for all), in blocks from one group's to the next's, with room for whole tiles."""
+    tokens, device, kind = codes.shape[0], codes.device.index, packed.kind
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
-    for launch in launches if tokens else ():
-        _launch(packed, codes, scale, stride, y, *launch)
+    for tile, first, rows in launches if tokens else ():
+        token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
+        tile = fitted(tile, packed.n, packed.dtype)
+        handle = kernel(tile, kind, OUT[packed.dtype], device)
+        clusters = min(row_groups * token_tiles, most_clusters(tile, kind, handle.value or 0, device))
+        arguments = Arguments(
+            packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
+            packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride, first // tile.rows,
+        )  # fmt: skip
+        inputs = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
+        outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else inputs
+        nvrtc.launch(
+            handle, clusters * tile.cluster, tile.threads(kind), shared_memory(tile, kind)[1], tile.cluster,
+            (inputs, outputs, arguments), codes.device,
+        )  # fmt: skip
     return y
-
-
-def _launch(packed: Packed, codes: Tensor, scale: Tensor, stride: int, y: Tensor, tile: Tile, first: int, rows: int) -> None:
-    tokens, device = codes.shape[0], codes.device.index
-    token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
-    tile = fitted(tile, packed.n, packed.dtype)
-    handle = kernel(tile, packed.kind, OUT[packed.dtype], device)
-    clusters = min(row_groups * token_tiles, most_clusters(tile, packed.kind, handle.value or 0, device))
-    arguments = Arguments(
-        packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
-        packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride, first // tile.rows,
-    )  # fmt: skip
-    inputs = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
-    outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else inputs
-    nvrtc.launch(
-        handle, clusters * tile.cluster, tile.threads(packed.kind), shared_memory(tile, packed.kind)[1], tile.cluster,
-        (inputs, outputs, arguments), codes.device,
-    )  # fmt: skip
 
 
 def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
@@ -327,8 +321,9 @@ def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
         launches = (Launch(packed.tile, 0, packed.n),)
     if isinstance(x, Rows):
         return multiply(packed, launches, x.codes.contiguous(), x.scale.contiguous(), 1)
-    most = max(launch.tile.tokens for launch in launches)  # a multiple of the other's
-    stride = -(-tokens // most) * most if packed.kind >= BLOCKS else 1 if packed.act_scale is None else 0
+    stride = 1 if packed.act_scale is None else 0
+    if packed.kind >= BLOCKS:
+        stride = max(-(-tokens // tile.tokens) * tile.tokens for tile, *_ in launches)
     return multiply(packed, launches, *quantize(x.contiguous(), packed.act, packed.act_scale, stride), stride)
 
 

@@ -15,7 +15,7 @@ order, segments are added in order. A launch works on all segments of a tile in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -274,9 +274,7 @@ def group_linear(
 
 class Tile(NamedTuple):
     """One launch: BN weight rows x BM tokens, BK input channels a step, the K axis over `split` programs (0: the segments).
-
-    order: see `_begin`. overlap: let the launch start while the kernel before it drains, where the device can.
-    """
+    order: see `_begin`."""
 
     BN: int
     BM: int
@@ -285,56 +283,53 @@ class Tile(NamedTuple):
     stages: int
     warps: int
     order: int = 8
-    overlap: bool = True
 
 
 class Row(NamedTuple):
-    """`tile` for `kind` when tokens, rows and input channels are at most these; the table's first match wins."""
+    """`tile` for `kind` when tokens and rows are at most these; the table's first match wins."""
 
     kind: str
     tokens: int
     rows: int
-    channels: int
     tile: Tile
 
 
 ANY = 1 << 30
 TILES: dict[str, tuple[Row, ...]] = {
     "hopper": (
-        Row("int4", 16, ANY, ANY, Tile(64, 16, 256, 1, 4, 4)),
-        Row("int4", 64, ANY, ANY, Tile(128, 64, 256, 1, 3, 8)),
-        Row("int4", ANY, ANY, ANY, Tile(128, 128, 128, 1, 3, 4, 16)),
-        Row("group", 16, ANY, ANY, Tile(64, 16, 128, 0, 3, 4)),
-        Row("group", 64, 6144, ANY, Tile(128, 32, 128, 0, 3, 4)),
-        Row("group", 128, 6144, ANY, Tile(64, 64, 128, 0, 3, 4)),
-        Row("group", 128, ANY, ANY, Tile(128, 64, 128, 0, 3, 4)),
-        Row("group", ANY, ANY, ANY, Tile(64, 128, 128, 0, 3, 4)),
-        Row("int8", 16, ANY, ANY, Tile(64, 16, 256, 2, 4, 4)),
-        Row("int8", 64, ANY, ANY, Tile(64, 64, 128, 2, 5, 4)),
-        Row("int8", 128, 6144, ANY, Tile(128, 128, 128, 2, 4, 8)),
-        Row("int8", ANY, ANY, ANY, Tile(128, 256, 128, 1, 3, 8)),
-        Row("float4", 16, ANY, ANY, Tile(64, 16, 128, 0, 5, 4)),
-        Row("float4", 64, ANY, ANY, Tile(128, 64, 128, 0, 4, 8)),
-        Row("float4", ANY, ANY, ANY, Tile(128, 128, 128, 1, 4, 8)),
-        Row("dense", 16, ANY, ANY, Tile(64, 16, 128, 1, 4, 4)),
-        Row("dense", 64, ANY, ANY, Tile(128, 64, 64, 1, 4, 4)),
-        Row("dense", ANY, ANY, ANY, Tile(128, 128, 64, 1, 4, 8)),
+        Row("int4", 16, ANY, Tile(64, 16, 256, 1, 4, 4)),
+        Row("int4", 64, ANY, Tile(128, 64, 256, 1, 3, 8)),
+        Row("int4", ANY, ANY, Tile(128, 128, 128, 1, 3, 4, 16)),
+        Row("group", 16, ANY, Tile(64, 16, 128, 0, 3, 4)),
+        Row("group", 64, 6144, Tile(128, 32, 128, 0, 3, 4)),
+        Row("group", 128, 6144, Tile(64, 64, 128, 0, 3, 4)),
+        Row("group", 128, ANY, Tile(128, 64, 128, 0, 3, 4)),
+        Row("group", ANY, ANY, Tile(64, 128, 128, 0, 3, 4)),
+        Row("int8", 16, ANY, Tile(64, 16, 256, 2, 4, 4)),
+        Row("int8", 64, ANY, Tile(64, 64, 128, 2, 5, 4)),
+        Row("int8", 128, 6144, Tile(128, 128, 128, 2, 4, 8)),
+        Row("int8", ANY, ANY, Tile(128, 256, 128, 1, 3, 8)),
+        Row("float4", 16, ANY, Tile(64, 16, 128, 0, 5, 4)),
+        Row("float4", 64, ANY, Tile(128, 64, 128, 0, 4, 8)),
+        Row("float4", ANY, ANY, Tile(128, 128, 128, 1, 4, 8)),
+        Row("dense", 16, ANY, Tile(64, 16, 128, 1, 4, 4)),
+        Row("dense", 64, ANY, Tile(128, 64, 64, 1, 4, 4)),
+        Row("dense", ANY, ANY, Tile(128, 128, 64, 1, 4, 8)),
     ),
     "": (  # anything else: small enough for 99 KiB of shared memory
-        Row("dense", 32, ANY, ANY, Tile(64, 16, 64, 1, 3, 4)),
-        Row("dense", ANY, ANY, ANY, Tile(64, 64, 32, 1, 3, 4)),
-        Row("", 16, ANY, ANY, Tile(64, 16, 128, 0, 4, 4)),
-        Row("", 64, ANY, ANY, Tile(64, 64, 128, 0, 3, 4)),
-        Row("", ANY, ANY, ANY, Tile(128, 128, 128, 1, 3, 8)),
+        Row("dense", 32, ANY, Tile(64, 16, 64, 1, 3, 4)),
+        Row("dense", ANY, ANY, Tile(64, 64, 32, 1, 3, 4)),
+        Row("", 16, ANY, Tile(64, 16, 128, 0, 4, 4)),
+        Row("", 64, ANY, Tile(64, 64, 128, 0, 3, 4)),
+        Row("", ANY, ANY, Tile(128, 128, 128, 1, 3, 8)),
     ),
 }
 
 
-def tile_for(kind: str, tokens: int, rows: int, channels: int, capability: tuple[int, int] | None) -> Tile:
+def tile_for(kind: str, tokens: int, rows: int, capability: tuple[int, int] | None) -> Tile:
     """The table's choice. `capability` is CUDA's (major, minor), None for other devices."""
-    fits = lambda row: tokens <= row.tokens and rows <= row.rows and channels <= row.channels  # noqa: E731
     table = TILES["hopper" if (capability or (0, 0))[0] == 9 else ""]
-    return next(row.tile for row in table if row.kind in (kind, "") and fits(row))
+    return next(row.tile for row in table if row.kind in (kind, "") and tokens <= row.tokens and rows <= row.rows)
 
 
 def interpreting() -> bool:
@@ -370,8 +365,9 @@ def _round_up(value: int, multiple: int) -> int:
 class Packed:
     """A weight in this file's layout. N and K are the layer's, the tensors are padded with codes of value zero.
 
-    kind: row of the tile table. codes: int8 [N padded, K padded (/ 2)]. scale: [N padded] or [groups, N padded]. zero,
-    rest: see `group_linear`. segments: how many fixed parts the fp32 sum over K has. arrivals: int32, zero between launches.
+    kind: row of the tile table. codes: int8 [N padded, K padded (/ 2)], "dense": float [N, K]. scale: [N padded] or
+    [groups, N padded]. zero, rest: see `group_linear`. segments: how many fixed parts the fp32 sum over K has. arrivals: int32,
+    zero between launches. Fields without a meaning hold any tensor.
     """
 
     kind: str
@@ -389,7 +385,7 @@ class Packed:
 
     @property
     def k_padded(self) -> int:
-        return self.codes.shape[1] * (1 if self.kind == "int8" else 2)
+        return self.codes.shape[1] * (1 if self.kind in ("int8", "dense") else 2)
 
 
 def segments_for(n: int, k: int) -> int:
@@ -415,14 +411,10 @@ def _narrowest(scale: Tensor) -> Tensor:
 
 
 def by_group(weight: QTensor, k_padded: int) -> tuple[int, Tensor, Tensor | None]:
-    """(channels of a group: 32, 64 or 128, scales, zeros [N, groups] each): wider groups repeat theirs."""
-    group, repeat = weight.spec.group or weight.shape[1], 1
-    if weight.scale.shape[1] == 1:
-        group, repeat = BLOCK, k_padded // BLOCK
-    elif group > BLOCK:
-        group, repeat = BLOCK, group // BLOCK
-    zero = None if weight.zero is None else weight.zero.repeat_interleave(repeat, 1)
-    return group, weight.scale.repeat_interleave(repeat, 1), zero
+    """(channels of a group: 32, 64 or 128, scales, zeros [N, groups] each): wider groups and a whole tensor repeat theirs."""
+    group = k_padded if weight.scale.shape[1] == 1 else weight.spec.group
+    of_groups = lambda x: x.expand(weight.shape[0], -1).repeat_interleave(max(1, group // BLOCK), 1)  # noqa: E731
+    return min(group, BLOCK), of_groups(weight.scale), None if weight.zero is None else of_groups(weight.zero)
 
 
 def pack_int(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
@@ -474,30 +466,27 @@ def _launch(kernel: Callable, packed: Packed, x: Tensor, heads: tuple, **flags) 
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=device)
     if tokens == 0:
         return y
-    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, packed.k, _capability(device))
+    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, _capability(device))
     BK = tile.BK if packed.k_padded % tile.BK == 0 else BLOCK
+    if packed.kind == "dense":
+        BK = min(tile.BK, 32) if x.dtype == torch.float32 else tile.BK
     tiles = triton.cdiv(packed.n, tile.BN) * triton.cdiv(tokens, tile.BM)
     sizes: tuple[int, ...] = (tokens, packed.n, packed.k, packed.k_padded)
     if packed.kind in ("group", "float4"):
-        split, wide = packed.segments if tile.split == 0 or tile.split > 1 else 1, torch.float32
+        split, wide = packed.segments if tile.split != 1 else 1, torch.float32
         flags["SEGMENTS"] = packed.segments
         step = 64 if packed.group == 32 else BLOCK
         sizes += (packed.scale.shape[-1], triton.cdiv(packed.k_padded // step, packed.segments))
     else:
-        split, wide = min(tile.split or 2, packed.k_padded // BK), torch.int32
+        split, wide = min(tile.split or 2, packed.k_padded // BK) if tile.split != 1 else 1, torch.int32
         flags["BK"] = BK
     split = 1 if tiles > packed.arrivals.numel() else split
     partials = y if split == 1 else torch.empty(tiles * split * tile.BN * tile.BM, dtype=wide, device=device)
-    overlap = tile.overlap and overlaps(device)
     kernel[(tiles, split)](
-        x, *heads, y, partials, packed.arrivals, *sizes, EVEN=packed.k == packed.k_padded, BN=tile.BN, BM=tile.BM, SPLIT=split,
-        ORDER=tile.order, STAGES=tile.stages, PDL=overlap, **flags, **_options(tile, overlap),
+        x, *heads, y, partials, packed.arrivals, *sizes, EVEN=packed.k % BK == 0, BN=tile.BN, BM=tile.BM, SPLIT=split,
+        ORDER=tile.order, STAGES=tile.stages, num_stages=tile.stages, **flags, **launch_options(device, tile.warps),
     )  # fmt: skip
     return y
-
-
-def _options(tile: Tile, overlap: bool) -> dict[str, int | bool]:
-    return {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if overlap else {})
 
 
 def uses_assembly(device: torch.device) -> bool:
@@ -507,6 +496,12 @@ def uses_assembly(device: torch.device) -> bool:
 def overlaps(device: torch.device) -> bool:
     """Whether launches may start while the kernel before them drains (programmatic dependent launch)."""
     return (_capability(device) or (0, 0))[0] >= 9 and not interpreting()
+
+
+def launch_options(device: torch.device, warps: int) -> dict:
+    """Keywords of a launch of a kernel that has PDL, which says that it starts early and has to wait itself."""
+    early = overlaps(device)
+    return {"PDL": early, "num_warps": warps} | ({"launch_pdl": True} if early else {})
 
 
 def run_int(packed: Packed, x: Rows | Tensor) -> Tensor:
@@ -525,28 +520,11 @@ def _run_group(packed: Packed, x: Rows | Tensor) -> Tensor:
     return _launch(group_linear, packed, codes.contiguous(), heads, **flags)
 
 
-def with_tile(packed: Packed, tile: Tile) -> Packed:
-    """The same weight run with one tile whatever the batch: what a sweep measures."""
-    return replace(packed, tile=tile)
-
-
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden [S, H] x weight [V, H]^T -> float32 [S, V]; one order of sums over H, so a row's bits do not depend on S."""
-    tokens, channels = hidden.shape
     hidden, weight = hidden.to(weight.dtype).contiguous(), weight.contiguous()
-    y = torch.empty((tokens, weight.shape[0]), dtype=torch.float32, device=hidden.device)
-    if tokens == 0:
-        return y
-    tile = tile_for("dense", tokens, weight.shape[0], channels, _capability(hidden.device))
-    BK = min(tile.BK, 32) if weight.dtype == torch.float32 else tile.BK
-    overlap = overlaps(hidden.device)
-    tiles = triton.cdiv(weight.shape[0], tile.BN) * triton.cdiv(tokens, tile.BM)
-    plain_linear[(tiles, 1)](
-        hidden, hidden, weight, weight, y, y, y, tokens, weight.shape[0], channels, channels, BITS=16, EVEN=channels % BK == 0,
-        BN=tile.BN, BM=tile.BM, BK=BK, SPLIT=1, ORDER=tile.order, STAGES=tile.stages, ASM=False, PDL=overlap,
-        **_options(tile, overlap),
-    )  # fmt: skip
-    return y
+    packed = Packed("dense", *weight.shape, 0, 1, torch.float32, weight, weight, None, None, weight)
+    return _launch(plain_linear, packed, hidden, (hidden, weight, weight), BITS=16, ASM=False)
 
 
 # ---- what each accepts --------------------------------------------------------------------------------------------

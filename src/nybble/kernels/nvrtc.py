@@ -201,27 +201,25 @@ def load(code: bytes, name: str, shared_bytes: int, device: int) -> ctypes.c_voi
     return kernel
 
 
-def launch(
-    kernel: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int, cluster: int, arguments: Sequence[ctypes.Structure],
-    device: torch.device, overlap: bool = True,
-) -> None:  # fmt: skip
-    """Launch on the current stream of `device`, which is the current one; with `overlap` it may start before the kernel ahead
-    of it ends, and waits where it needs to."""
+def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int, cluster: int,
+           arguments: Sequence[ctypes.Structure], device: torch.device) -> None:
+    """Launch on the current stream of `device`, which is the current one. The kernel may start before the one ahead of it ends,
+    and waits where it needs to."""
     attributes, stream = (Attribute * 2)(), torch.cuda.current_stream(device).cuda_stream
     attributes[0].id, attributes[0].value[:3] = CLUSTER_ATTRIBUTE, [cluster, 1, 1]
-    attributes[1].id, attributes[1].value[0] = OVERLAP_ATTRIBUTE, int(overlap)
+    attributes[1].id, attributes[1].value[0] = OVERLAP_ATTRIBUTE, 1
     config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, 2)
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
     check(driver().cuLaunchKernelEx(ctypes.byref(config), kernel, pointers, None), "launching")
 
 
 @functools.lru_cache(4096)
-def bytes_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int = 128) -> TensorMap:
-    """Rows of bytes in global memory as boxes with the 128-byte swizzle; what lies outside reads as zero."""
+def bytes_map(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+    """Rows of bytes in global memory as boxes of 128 columns with the 128-byte swizzle; what lies outside reads as zero."""
     room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
     out = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)  # the driver wants the boundary too
     sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(columns)
-    box, ones = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    box, ones = (ctypes.c_uint32 * 2)(128, box_rows), (ctypes.c_uint32 * 2)(1, 1)
     status = driver().cuTensorMapEncodeTiled(
         ctypes.byref(out), 0, 2, ctypes.c_void_p(address), sizes, strides, box, ones, 0, 3, 2, 0
     )  # uint8, rank 2, ..., not interleaved, 128-byte swizzle, 128-byte L2 fetches, zeros outside

@@ -37,7 +37,7 @@ def shape_for(op: int, width: int, hadamard: int, rows: int) -> Shape:
     if op == SILU and not hadamard and rows <= FEW_ROWS:
         vectors = -(-octets // 1024)
         return Shape(-(-octets // (vectors * 128)) * 32, vectors, 4)
-    vectors = max(3, -(-octets // 640)) if op == SILU else max(2, -(-octets // 512))
+    vectors = max(2 if op == SILU else 1, -(-octets // 1024))
     threads = -(-octets // (vectors * unit)) * unit
     return Shape(threads, -(-octets // threads))
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nybble.formats.spec import KV
-from nybble.kernels import attention_triton, linear_triton
+from nybble.kernels import attention_triton
+from nybble.kernels.linear_triton import launch_options, logits, uses_assembly
 from nybble.kernels.registry import Ops
 from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
@@ -49,9 +50,15 @@ def _follow(PDL: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    """A NaN is larger than any number: it must reach the scale, not vanish in a code."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _store_int8_row(ys, absmax, codes_ptr, scale_ptr, row, lane, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Symmetric int8 of one fp32 row in chunks; the same bits as `formats.numerics.quantize_rows`."""
-    absmax = tl.maximum(absmax, _SMALLEST_ABSMAX)
+    absmax = _larger(absmax, _SMALLEST_ABSMAX)
     inverse = tl.math.div_rn(127.0, absmax)
     for i in tl.static_range(len(ys)):
         codes = _integer(ys[i] * inverse).to(tl.int8)  # none beyond 127: no value is larger than absmax
@@ -94,7 +101,7 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, h_ptr, y_ptr, scale_ptr, e
         wide = h.to(tl.float32)
         y = wide * weights[i].to(tl.float32)
         squares += wide * wide
-        most = tl.maximum(most, tl.abs(y))
+        most = tl.maximum(most, tl.abs(y))  # a NaN is in the sum too
         ys += (y,)
     total, absmax = tl.reduce((squares, most), 0, _sum_and_most)
     inverse = tl.rsqrt(total / WIDTH + eps)
@@ -158,10 +165,10 @@ def _silu_mul_kernel(x_ptr, y_ptr, scale_ptr, WIDTH: tl.constexpr, CHUNK: tl.con
                 if HADAMARD >> done > 1:
                     y = _hadamard(y, CHUNK, HADAMARD, min(16, HADAMARD >> done), "tf32x3" if ASM else "ieee")
             y *= ROOT
-        most = tl.maximum(most, tl.abs(y))
+        most = _larger(most, tl.abs(y))
         ys += (y,)
     if QUANTIZE:
-        _store_int8_row(ys, tl.max(most, 0), y_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
+        _store_int8_row(ys, tl.reduce(most, 0, _larger), y_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
     else:
         tl.store(y_ptr + row * WIDTH + column, ys[0].to(y_ptr.dtype.element_ty), mask=column < WIDTH)
 
@@ -175,8 +182,8 @@ def _quantize_rows_kernel(x_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, CHUN
     most, ys = tl.zeros((CHUNK,), tl.float32), ()
     for i in tl.static_range(len(xs)):
         ys += (xs[i].to(tl.float32),)
-        most = tl.maximum(most, tl.abs(ys[i]))
-    _store_int8_row(ys, tl.max(most, 0), codes_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
+        most = _larger(most, tl.abs(ys[i]))
+    _store_int8_row(ys, tl.reduce(most, 0, _larger), codes_ptr, scale_ptr, row, lane, WIDTH, CHUNK)
 
 
 def _row_shape(width: int, most_warps: int) -> tuple[int, int]:
@@ -184,12 +191,6 @@ def _row_shape(width: int, most_warps: int) -> tuple[int, int]:
     block = triton.next_power_of_2(width)
     warps = max(min(most_warps, max(1, block // 512)), block // 2048)
     return min(block, 128 * warps), warps
-
-
-def _launch_options(x: Tensor, warps: int) -> dict:
-    """Keywords of a launch; on devices that can, with an early start (see `_follow`)."""
-    early = linear_triton.overlaps(x.device)
-    return {"PDL": early, "num_warps": warps} | ({"launch_pdl": True} if early else {})
 
 
 def _rows_like(x: Tensor, width: int) -> Rows:
@@ -209,7 +210,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, qua
         chunk, warps = _row_shape(width, NORM_WARPS)
         codes, scale = out if quantize else (out, out)
         _rms_norm_kernel[(rows,)](x, x if residual is None else residual.contiguous(), weight, h, codes, scale, eps,
-                                  width, chunk, residual is not None, quantize, **_launch_options(x, warps))
+                                  width, chunk, residual is not None, quantize, **launch_options(x.device, warps))
     return out, h
 
 
@@ -231,7 +232,7 @@ def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Row
         codes, scale = out if quantize else (out, out)
         _silu_mul_kernel[(rows, 1 if quantize else triton.cdiv(width, chunk))](
             gate_up, codes, scale, width, chunk, quantize, hadamard, hadamard**-0.5 if hadamard else 1.0,
-            linear_triton.uses_assembly(gate_up.device), **_launch_options(gate_up, warps))
+            uses_assembly(gate_up.device), **launch_options(gate_up.device, warps))
     return out
 
 
@@ -243,7 +244,7 @@ def quantize_rows(x: Tensor) -> Rows:
         chunk, warps = _row_shape(width, NORM_WARPS)
         # Not fused, so that the product is rounded before the sum that makes it whole: else a tie may fall to the other side.
         _quantize_rows_kernel[(rows,)](x.contiguous(), out.codes, out.scale, width, chunk, enable_fp_fusion=False,
-                                       **_launch_options(x, warps))
+                                       **launch_options(x.device, warps))
     return out
 
 
@@ -251,18 +252,21 @@ def quantize_rows(x: Tensor) -> Rows:
 
 
 @triton.jit
-def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """uint8 bits of the nearest (ties to even) float8 of a clamped fp32, by integer arithmetic: the same bytes on devices
-    with and without float8 instructions. Normal numbers round their fp32 mantissa; below them the codes are multiples of
-    2^(1 - BIAS - MANTISSA)."""
+def _float8_bits(x, scale, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """uint8 bits of the nearest (ties to even) float8 of x / scale, at most LARGEST, by integer arithmetic: the same bytes on
+    devices with and without float8 instructions. Normal numbers round their fp32 mantissa; below them the codes are multiples
+    of 2^(1 - BIAS - MANTISSA)."""
     shift: tl.constexpr = 23 - MANTISSA
+    x = tl.math.div_rn(x, scale)
+    number = x == x
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift
     normal = rounded - ((127 - BIAS) << MANTISSA)
     tiny = _round(tl.abs(x) * (2.0 ** (BIAS - 1 + MANTISSA))).to(tl.int32)
     code = tl.where(tl.abs(x) < 2.0 ** (1 - BIAS), tiny, normal)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return tl.where(number, code | ((bits >> 24) & 0x80), 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -315,9 +319,9 @@ def _plain_half(x_ptr, base, column, kept):
 @triton.jit
 def _write_half(ptr, token, column, kept, x, WIDTH: tl.constexpr, KIND: tl.constexpr, scale):
     if KIND == "fp8":
-        code = _float8_bits(tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -448.0), 448.0), 3, 7)
+        code = _float8_bits(x, scale, 448.0, 3, 7)
     elif KIND == "fp8_e5m2":
-        code = _float8_bits(tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -57344.0), 57344.0), 2, 15)
+        code = _float8_bits(x, scale, 57344.0, 2, 15)
     else:
         code = x.to(ptr.dtype.element_ty)
     tl.store(ptr + token * WIDTH + column, code, mask=kept)
@@ -359,11 +363,11 @@ def _write_heads(ptr, params_ptr, token, head_kept, low, high, column, half_kept
 
 
 @triton.jit
-def _write_int4(ptr, params_ptr, token, offset, head_kept, a, b, c, d, column, quarter_kept,
-                DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _write_int4(ptr, params_ptr, token, offset, head_kept, quarters, column, quarter_kept, DIM: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr):
     """Heads given as quarters of their channels. ptr: 16-bit units of a nibble of each. offset: of `token` in its block."""
-    a, b, step, minimum = _codes(a, b, quarter_kept, 15.0, DIM // 2, True)
-    c, d, second_step, second_minimum = _codes(c, d, quarter_kept, 15.0, DIM // 2, True)
+    a, b, step, minimum = _codes(quarters[0], quarters[1], quarter_kept, 15.0, DIM // 2, True)
+    c, d, second_step, second_minimum = _codes(quarters[2], quarters[3], quarter_kept, 15.0, DIM // 2, True)
     unit = a.to(tl.int32) | (b.to(tl.int32) << 4) | (c.to(tl.int32) << 8) | (d.to(tl.int32) << 12)
     tl.store(ptr + token * (DIM // 4) + column, unit.to(tl.int16), mask=head_kept & quarter_kept)
     pair = params_ptr + 2 * (2 * token - offset)
@@ -418,12 +422,12 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
                     a, c = _rotated_pair(row, base, short, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
                     b, d = _rotated_pair(row, base, short + DIM // 4, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY,
                                          DIM)
-                    _write_int4(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, head_kept, a, b, c, d, short, short_kept,
+                    _write_int4(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, head_kept, (a, b, c, d), short, short_kept,
                                 DIM, BLOCK_SIZE)
                 else:
-                    a, b, c, d = _plain_quarters(row, base, short, head_kept & short_kept, DIM)
-                    _write_int4(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, head_kept, a, b, c, d, short, short_kept,
-                                DIM, BLOCK_SIZE)
+                    quarters = _plain_quarters(row, base, short, head_kept & short_kept, DIM)
+                    _write_int4(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, head_kept, quarters, short, short_kept, DIM,
+                                BLOCK_SIZE)
             elif is_k:
                 inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
                 low, high = _rotated_pair(row, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
@@ -436,63 +440,56 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
 
 @triton.jit
 def _plain_quarters(x_ptr, base, column, kept, DIM: tl.constexpr):
-    return (_plain_half(x_ptr, base, column, kept), _plain_half(x_ptr, base, column + DIM // 4, kept),
-            _plain_half(x_ptr, base, column + DIM // 2, kept), _plain_half(x_ptr, base, column + 3 * (DIM // 4), kept))
-
-
-@triton.jit
-def _turned_quarter(low, high, matrix_ptr, QUARTER_INDEX: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-                    QUARTER: tl.constexpr):
-    """One quarter of the channels of rows [rows, DIM], given as halves, times a matrix [DIM, DIM]. fp32 [rows, QUARTER]."""
-    inner = tl.arange(0, HALF)[:, None]
-    column = tl.arange(0, QUARTER)[None, :]
-    kept = (inner < DIM // 2) & (column < DIM // 4)
-    at = matrix_ptr + inner * DIM + QUARTER_INDEX * (DIM // 4) + column
-    upper = tl.load(at, mask=kept, other=0.0)
-    lower = tl.load(at + DIM // 2 * DIM, mask=kept, other=0.0)
-    dtype: tl.constexpr = matrix_ptr.dtype.element_ty  # fp16 beside 16-bit activations, which it holds exactly but for range
-    out = tl.dot(low.to(dtype), upper, input_precision="ieee")
-    return tl.dot(high.to(dtype), lower, out, input_precision="ieee")
+    quarters = ()
+    for i in tl.static_range(4):
+        quarters += (_plain_half(x_ptr, base, column + i * (DIM // 4), kept),)
+    return quarters
 
 
 @triton.jit
 def _turned(low, high, matrix_ptr, DIM: tl.constexpr, HALF: tl.constexpr, QUARTER: tl.constexpr):
-    return (_turned_quarter(low, high, matrix_ptr, 0, DIM, HALF, QUARTER),
-            _turned_quarter(low, high, matrix_ptr, 1, DIM, HALF, QUARTER),
-            _turned_quarter(low, high, matrix_ptr, 2, DIM, HALF, QUARTER),
-            _turned_quarter(low, high, matrix_ptr, 3, DIM, HALF, QUARTER))
+    """Rows [rows, DIM], given as halves, times a matrix [DIM, DIM], as quarters of the channels. fp32 [rows, QUARTER] each."""
+    inner = tl.arange(0, HALF)[:, None]
+    column = tl.arange(0, QUARTER)[None, :]
+    kept = (inner < DIM // 2) & (column < DIM // 4)
+    dtype: tl.constexpr = matrix_ptr.dtype.element_ty  # fp16 beside 16-bit activations, which it holds exactly but for range
+    low, high = low.to(dtype), high.to(dtype)
+    quarters = ()
+    for i in tl.static_range(4):
+        at = matrix_ptr + inner * DIM + i * (DIM // 4) + column
+        upper = tl.load(at, mask=kept, other=0.0)
+        lower = tl.load(at + DIM // 2 * DIM, mask=kept, other=0.0)
+        out = tl.dot(low, upper, input_precision="ieee")
+        quarters += (tl.dot(high, lower, out, input_precision="ieee"),)
+    return quarters
 
 
 @triton.jit
-def _store_quarters(ptr, a, b, c, d, kept, DIM: tl.constexpr):
-    dtype = ptr.dtype.element_ty
-    tl.store(ptr, a.to(dtype), mask=kept)
-    tl.store(ptr + DIM // 4, b.to(dtype), mask=kept)
-    tl.store(ptr + DIM // 2, c.to(dtype), mask=kept)
-    tl.store(ptr + 3 * (DIM // 4), d.to(dtype), mask=kept)
+def _store_quarters(ptr, quarters, kept, DIM: tl.constexpr):
+    for i in tl.static_range(4):
+        tl.store(ptr + i * (DIM // 4), quarters[i].to(ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _write_quarters(ptr, params_ptr, target, offset, kept, a, b, c, d, column, quarter_kept, scale,
-                    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
+def _write_quarters(ptr, params_ptr, target, offset, kept, quarters, column, quarter_kept, scale, DIM: tl.constexpr,
+                    BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
     if KIND == "int4":
-        _write_int4(ptr, params_ptr, target, offset, kept, a, b, c, d, column, quarter_kept, DIM, BLOCK_SIZE)
+        _write_int4(ptr, params_ptr, target, offset, kept, quarters, column, quarter_kept, DIM, BLOCK_SIZE)
     elif KIND == "int8":
         # Two halves of pieces, so that one reduction finds the range of all four.
-        low, high, step, minimum = _codes(tl.join(a, b).reshape(a.shape[0], 2 * a.shape[1]),
-                                          tl.join(c, d).reshape(a.shape[0], 2 * a.shape[1]),
-                                          tl.join(quarter_kept, quarter_kept).reshape(1, 2 * a.shape[1]), 255.0, DIM, False)
-        a, b = low.reshape(a.shape[0], a.shape[1], 2).split()
-        c, d = high.reshape(a.shape[0], a.shape[1], 2).split()
-        _store_quarters(ptr + target * DIM + column, a, b, c, d, kept & quarter_kept, DIM)
+        rows: tl.constexpr = quarters[0].shape[0]
+        width: tl.constexpr = quarters[0].shape[1]
+        low, high, step, minimum = _codes(tl.join(quarters[0], quarters[1]).reshape(rows, 2 * width),
+                                          tl.join(quarters[2], quarters[3]).reshape(rows, 2 * width),
+                                          tl.join(quarter_kept, quarter_kept).reshape(1, 2 * width), 255.0, DIM, False)
+        a, b = low.reshape(rows, width, 2).split()
+        c, d = high.reshape(rows, width, 2).split()
+        _store_quarters(ptr + target * DIM + column, (a, b, c, d), kept & quarter_kept, DIM)
         tl.store(params_ptr + target * 2, step, mask=kept)
         tl.store(params_ptr + target * 2 + 1, minimum, mask=kept)
     else:
-        every = kept & quarter_kept
-        _write_half(ptr, target, column, every, a, DIM, KIND, scale)
-        _write_half(ptr, target, column + DIM // 4, every, b, DIM, KIND, scale)
-        _write_half(ptr, target, column + DIM // 2, every, c, DIM, KIND, scale)
-        _write_half(ptr, target, column + 3 * (DIM // 4), every, d, DIM, KIND, scale)
+        for i in tl.static_range(4):
+            _write_half(ptr, target, column + i * (DIM // 4), kept & quarter_kept, quarters[i], DIM, KIND, scale)
 
 
 @triton.jit
@@ -523,8 +520,8 @@ def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
     if kind == 0:
         inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, Q_NORM)
         low, high = _rotated_pair(qkv_ptr, base, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY, DIM)
-        a, b, c, d = _turned(low, high, q_turn_ptr + matrix, DIM, HALF, QUARTER)
-        _store_quarters(q_ptr + (token * HEADS + head) * DIM + short, a, b, c, d, live & short_kept, DIM)
+        quarters = _turned(low, high, q_turn_ptr + matrix, DIM, HALF, QUARTER)
+        _store_quarters(q_ptr + (token * HEADS + head) * DIM + short, quarters, live & short_kept, DIM)
     elif tl.program_id(0) * ROWS < tokens:
         slot = tl.load(slot_ptr + token, mask=live, other=-1)
         written = slot >= 0
@@ -536,18 +533,18 @@ def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
             shift = shift_ptr + kv_head * DIM + column
             low -= tl.load(shift, mask=half_kept, other=0.0)
             high -= tl.load(shift + DIM // 2, mask=half_kept, other=0.0)
-            a, b, c, d = _turned(low, high, k_turn_ptr + matrix, DIM, HALF, QUARTER)
-            _write_quarters(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, written, a, b, c, d, short, short_kept, k_scale,
-                            DIM, BLOCK_SIZE, KIND)
+            quarters = _turned(low, high, k_turn_ptr + matrix, DIM, HALF, QUARTER)
+            _write_quarters(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, written, quarters, short, short_kept, k_scale, DIM,
+                            BLOCK_SIZE, KIND)
         else:
             if V_TURN:
                 low = _plain_half(qkv_ptr, base, column, kept)
                 high = _plain_half(qkv_ptr, base, column + DIM // 2, kept)
-                a, b, c, d = _turned(low, high, v_turn_ptr + matrix, DIM, HALF, QUARTER)
+                quarters = _turned(low, high, v_turn_ptr + matrix, DIM, HALF, QUARTER)
             else:
-                a, b, c, d = _plain_quarters(qkv_ptr, base, short, live & short_kept, DIM)
-            _write_quarters(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, written, a, b, c, d, short, short_kept, v_scale,
-                            DIM, BLOCK_SIZE, KIND)
+                quarters = _plain_quarters(qkv_ptr, base, short, live & short_kept, DIM)
+            _write_quarters(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, written, quarters, short, short_kept, v_scale, DIM,
+                            BLOCK_SIZE, KIND)
 
 
 @triton.jit
@@ -563,9 +560,9 @@ def _turn_heads_kernel(x_ptr, matrix_ptr, out_ptr, rows, HEADS: tl.constexpr, KV
     kept = live & (column < DIM // 2)
     low = _plain_half(x_ptr, base, column, kept)
     high = _plain_half(x_ptr, base, column + DIM // 2, kept)
-    a, b, c, d = _turned(low, high, matrix_ptr + kv_head * DIM * DIM, DIM, HALF, QUARTER)
     short = tl.arange(0, QUARTER)[None, :]
-    _store_quarters(out_ptr + base + short, a, b, c, d, live & (short < DIM // 4), DIM)
+    quarters = _turned(low, high, matrix_ptr + kv_head * DIM * DIM, DIM, HALF, QUARTER)
+    _store_quarters(out_ptr + base + short, quarters, live & (short < DIM // 4), DIM)
 
 
 @triton.jit
@@ -606,13 +603,13 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
         _turn_write_kernel[(triton.cdiv(tokens * group, TURNED_ROWS), 3 * kv_heads)](
             *operands, *turns, tokens, heads, kv_heads, head_dim, max(16, half), max(16, quarter), cos_sin.shape[1],
             kv.block_size, TURNED_ROWS, kind, q_norm is not None, k_norm is not None, turn.v is not None,
-            **_launch_options(qkv, 4))
+            **launch_options(qkv.device, 4))
         return q
     group = min(8, triton.next_power_of_2(max(heads, kv_heads)))
     parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
     _rope_write_kernel[(tokens, parts)](
         *operands, heads, kv_heads, head_dim, half, quarter, cos_sin.shape[1], kv.block_size, group, kind,
-        q_norm is not None, k_norm is not None, **_launch_options(qkv, 2 if group * head_dim < 1024 else 4))
+        q_norm is not None, k_norm is not None, **launch_options(qkv.device, 2 if group * head_dim < 1024 else 4))
     return q
 
 
@@ -625,9 +622,9 @@ def turn_heads(x: Tensor, matrix: Tensor) -> Tensor:
         half, quarter = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(head_dim // 4)
         _turn_heads_kernel[(triton.cdiv(rows, TURNED_ROWS), matrix.shape[0])](
             x.contiguous(), matrix.contiguous(), out, rows, heads, matrix.shape[0], head_dim, max(16, half), max(16, quarter),
-            TURNED_ROWS, **_launch_options(x, 4))
+            TURNED_ROWS, **launch_options(x.device, 4))
     return out
 
 
-OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, linear_triton.logits,
+OPS = Ops("triton", rms_norm, silu_mul, quantize_rows, rope_write, attention_triton.attention, logits,
           turn_heads)

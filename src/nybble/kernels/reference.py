@@ -92,17 +92,8 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def rope_write(
-    qkv: Tensor,
-    kv: LayerKV,
-    step: Step,
-    cos_sin: Tensor,
-    kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    turn: Turn | None = None,
-) -> Tensor:
+def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
+               k_norm: Tensor | None, eps: float, turn: Turn | None = None) -> Tensor:
     """Split the fused projection, norm heads if asked, rotate Q and K, turn both if asked, quantize K and V and write them to
     their slots.
 
@@ -129,14 +120,16 @@ def rope_write(
         (v[kept], kv.v, kv.v_params, kv.v_scale),
     ):
         stored, scale_min = encode_kv(values, kv.name, scale)
-        if stored.dtype in FLOAT8.values():  # index_put has no float8
-            codes.view(torch.uint8)[block, head, offset] = stored.view(torch.uint8)
-        else:
-            codes[block, head, offset] = stored.to(codes.dtype)
-        if params is not None and scale_min is not None:
-            by_token = params if params.dim() == 4 else params.transpose(2, 3)
-            by_token[block, head, offset] = scale_min
+        # as bytes, because torch does not index float8
+        codes.view(torch.uint8)[block, head, offset] = stored.to(codes.dtype).view(torch.uint8)
+        if params is not None:
+            _by_token(params)[block, head, offset] = scale_min
     return q
+
+
+def _by_token(params: Tensor) -> Tensor:
+    """[blocks, heads, block, .., 2]: int4 has an axis of channel halves, and stores it before the tokens."""
+    return params.movedim(-2, 2)
 
 
 def turn_heads(x: Tensor, matrix: Tensor) -> Tensor:
@@ -154,9 +147,7 @@ def encode_kv(x: Tensor, name: str, scale: float) -> tuple[Tensor, Tensor | None
         codes, step, minimum = quantize_min_max(x.unflatten(-1, (INT4_KV_GROUPS, -1)), 15, centred=True)
         a, b, c, d = codes.flatten(-2).chunk(4, -1)
         return torch.stack((a | b << 4, c | d << 4), -1).flatten(-2), torch.stack((step, minimum), -1)
-    if name in ("fp8", "fp8_e5m2"):
-        return to_float8(x, scale, KV[name].num), None
-    return x, None
+    return (to_float8(x, scale, KV[name].num) if KV[name].num.name in FLOAT8 else x), None
 
 
 def decode_kv(codes: Tensor, params: Tensor | None, name: str, scale: float) -> Tensor:
@@ -175,12 +166,8 @@ def gather_kv(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]
     """The first `length` tokens of one row's K and V, dequantized. -> float32 [Hkv, length, D] each."""
     out = []
     for codes, params, scale in ((kv.k, kv.k_params, kv.k_scale), (kv.v, kv.v_params, kv.v_scale)):
-        if codes.dtype in FLOAT8.values():
-            picked = codes.view(torch.uint8)[blocks].view(codes.dtype)
-        else:
-            picked = codes[blocks]
-        by_token = params if params is None or params.dim() == 4 else params.transpose(2, 3)
-        values = decode_kv(picked, None if by_token is None else by_token[blocks], kv.name, scale)
+        picked = codes.view(torch.uint8)[blocks].view(codes.dtype)
+        values = decode_kv(picked, None if params is None else _by_token(params)[blocks], kv.name, scale)
         out.append(values.transpose(0, 1).flatten(1, 2)[:, :length])
     return out[0], out[1]
 
@@ -215,7 +202,7 @@ def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> 
 
 def int_product(codes: Tensor, weight: Tensor) -> Tensor:
     """Exact int8 [M, K] x int8 [N, K]^T -> int32 [M, N]."""
-    if codes.device.type == "cpu":
+    if codes.device.type == "cpu" and codes.shape[1] > 1:  # of one channel torch 2.13 returns nonsense
         return torch._int_mm(codes, weight.t())
     return (codes.double() @ weight.double().t()).to(torch.int32)
 
@@ -241,12 +228,11 @@ def _run_int8_act(packed: tuple[QTensor, torch.dtype], x: Rows | Tensor) -> Tens
     if weight.over is not None:
         out = int_product(x.codes, inner_codes(weight)).float() * weight.over.t()
     else:
-        groups = weight.scale.shape[1]
-        width = weight.shape[1] // groups
-        out = torch.zeros(x.codes.shape[0], weight.shape[0], device=x.codes.device)
-        for g in range(groups):
-            part = slice(g * width, (g + 1) * width)
-            out += int_product(x.codes[:, part].contiguous(), weight.codes[:, part].contiguous()).float() * weight.scale[:, g]
+        n, k = weight.shape
+        scales = expand(weight.scale, (n, weight.scale.shape[1]), tile=(weight.spec.tile[0], 1)).t()
+        out = torch.zeros(x.codes.shape[0], n, device=x.codes.device)
+        for codes, of_group, scale in zip(*(c.split(weight.spec.group or k, 1) for c in (x.codes, weight.codes)), scales):
+            out += int_product(codes.contiguous(), of_group.contiguous()).float() * scale
     return (out * x.scale[:, None]).to(dtype)
 
 
@@ -289,7 +275,7 @@ def quantize_float8(x: Tensor, act: Spec, scale: Tensor | None) -> tuple[Tensor,
     if scale is not None:
         return to_float8(x, scale, act.num), scale.expand(rows, 1)
     group = act.group or k
-    tiles = F.pad(x.float(), (0, -k % group)).view(rows, -1, group)
+    tiles = F.pad(x.float(), (0, -k % group)).view(rows, -(-k // group), group)
     absmax = tiles.abs().amax(-1).clamp_min(SMALLEST_ABSMAX)
     scale = absmax / torch.full_like(absmax, act.num.qmax)
     return to_float8(tiles, scale[..., None], act.num).flatten(1)[:, :k], scale
@@ -392,7 +378,7 @@ def subtract_zeros(y: Tensor, x: Rows, correction: Tensor, dtype: torch.dtype, o
     """y float32 [M, N] minus (group sums of x) @ correction [groups, N], in `dtype`. order: [K] group of each channel."""
     rows, groups = x.codes.shape[0], correction.shape[0]
     if order is None:
-        sums = x.codes.view(rows, groups, -1).sum(-1, dtype=torch.int32)
+        sums = x.codes.view(rows, groups, x.codes.shape[1] // groups).sum(-1, dtype=torch.int32)
     else:
         sums = torch.zeros(rows, groups, dtype=torch.int32, device=x.codes.device)
         sums.index_add_(1, order, x.codes.to(torch.int32))

@@ -26,15 +26,20 @@ class Arguments(ctypes.Structure):
 
 def cluster_for(rows: int, width: int) -> int:
     """Programs that share a row: many where rows are few or wide. No token depends on it."""
-    cluster = 8 if rows <= 4 else 4 if rows <= 32 else 2
+    cluster = 8 if rows <= 16 else 4 if rows <= 32 else 2
     while cluster < 8 and _logits(width, cluster) > MOST_LOGITS:
         cluster *= 2
     return cluster
 
 
 def _logits(width: int, cluster: int) -> int:
-    """Of a thread."""
-    return -(-width // (cluster * THREADS))
+    """Of a thread, in fours."""
+    return -(-width // (4 * cluster * THREADS)) * 4
+
+
+def _shared_bytes(width: int, cluster: int) -> int:
+    """Beyond what the .cu declares: parts of its 3 x 1920 bins, and logits."""
+    return 4 * (3 * 1920 + THREADS * _logits(width, cluster))
 
 
 def source_and_defines(width: int, cluster: int) -> tuple[str, dict[str, int]]:
@@ -44,12 +49,12 @@ def source_and_defines(width: int, cluster: int) -> tuple[str, dict[str, int]]:
 @functools.cache
 def kernel(width: int, cluster: int, device: int) -> ctypes.c_void_p:
     code = nvrtc.machine_code(*source_and_defines(width, cluster))
-    return nvrtc.load(code, "draw", 4 * THREADS * _logits(width, cluster), device)
+    return nvrtc.load(code, "draw", _shared_bytes(width, cluster), device)
 
 
 def prepare(width: int, device: torch.device) -> None:
     """Compile and load what any number of rows takes, so that no request waits for it."""
-    clusters = sorted({cluster_for(rows, width) for rows in (1, 5, 33)})
+    clusters = sorted({cluster_for(rows, width) for rows in (1, 17, 33)})
     nvrtc.compile_ahead(source_and_defines(width, cluster) for cluster in clusters)
     for cluster in clusters:
         kernel(width, cluster, device.index)
@@ -70,7 +75,6 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
         rows, width = logits.shape
         cluster = cluster_for(rows, width)
         arguments = Arguments(*(tensor.data_ptr() for tensor in (logits, temperature, top_p, min_p, top_k, keys, out)))
-        shared_bytes = 4 * THREADS * _logits(width, cluster)
         found = kernel(width, cluster, logits.device.index)
-        nvrtc.launch(found, cluster * rows, THREADS, shared_bytes, cluster, (arguments,), logits.device)
+        nvrtc.launch(found, cluster * rows, THREADS, _shared_bytes(width, cluster), cluster, (arguments,), logits.device)
     return out

@@ -37,6 +37,7 @@ def failure(kernel: LinearKernel, shape: LinearShape) -> str | None:
 @cache
 def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
     assert shape.scheme.weight is not None
+    name = f"kernel {kernel.name!r} for {shape.scheme.name}"
     generator = torch.Generator(shape.device).manual_seed(0)
     weight = random_qtensor(shape.scheme.weight, (shape.out_features, IN), generator, torch.float32)
     known = choose(replace(shape, dtype=torch.float32), reference.KERNELS).kernel
@@ -51,15 +52,16 @@ def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
             error = _relative(out, want)
             # 16-bit outputs are off by 2^-9 each; products of 16-bit weights and 8-bit rows by a little more
             if not error < 0.02:
-                return _loud(kernel, shape, f"its start-up test on {tokens} tokens is off by {error:.2g} of the result")
+                return _refuse(name, shape.device, f"its start-up test on {tokens} tokens is off by {error:.2g} of the result")
     except Exception as error:
-        return _loud(kernel, shape, f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}")
+        return _refuse(name, shape.device, f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}")
     return None
 
 
 @cache
 def rows_failure(ops: Ops, device: torch.device) -> str | None:
     """Why the norm, SiLU(gate) * up and quantization of `ops` are not to be trusted with 16-bit rows; None when they are."""
+    name = f"the set of row kernels {ops.name!r}"
     generator = torch.Generator(device).manual_seed(0)
     try:
         for rows in (1, 33):  # few rows are spread wider
@@ -71,28 +73,22 @@ def rows_failure(ops: Ops, device: torch.device) -> str | None:
                 (ops.silu_mul(x, True), reference.silu_mul(x, True)),
                 (ops.quantize_rows(x), reference.quantize_rows(x)),
             )
-            for name, (found, want) in zip(("norm", "SiLU", "quantization"), pairs):
+            for op, (found, want) in zip(("norm", "SiLU", "quantization"), pairs):
                 error = _relative(*(part.codes * part.scale[:, None] for part in (found, want)))
                 if not error < 0.01:  # one code in a hundred may be the next one
-                    return _refuse(ops, device, f"its {name} of {rows} rows is off by {error:.2g} of the result")
+                    return _refuse(name, device, f"its {op} of {rows} rows is off by {error:.2g} of the result")
     except Exception as error:
-        return _refuse(ops, device, f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}")
+        return _refuse(name, device, f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}")
     return None
 
 
-def _refuse(ops: Ops, device: torch.device, reason: str) -> str:
-    logging.getLogger(__name__).warning("the row kernels of %r are not used on %s: %s", ops.name, device, reason)
+def _refuse(name: str, device: torch.device, reason: str) -> str:
+    logging.getLogger(__name__).warning("%s is not used on %s: %s", name, device, reason)
     return reason
 
 
 def _relative(found: torch.Tensor, want: torch.Tensor) -> float:
     return ((found.float() - want.float()).norm() / want.float().norm()).item()
-
-
-def _loud(kernel: LinearKernel, shape: LinearShape, reason: str) -> str:
-    logging.getLogger(__name__).warning("kernel %r is not used for %s on %s: %s", kernel.name, shape.scheme.name,
-                                        shape.device, reason)
-    return reason
 
 
 def _zeros(like: torch.Tensor, blocks: int) -> torch.Tensor:

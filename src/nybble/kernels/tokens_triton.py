@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nybble.kernels import linear_triton
+from nybble.kernels.linear_triton import launch_options
 
 _BLOCK = 4096
 
@@ -61,7 +61,6 @@ def greedy_into(logits: Tensor, slots: Tensor, pool: Tensor) -> Tensor:
     """float32 [S, V] -> int64 [S] as `engine.sampler.greedy`, also written to pool[slots]."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        early = linear_triton.overlaps(logits.device)
-        options = {"launch_pdl": True} if early else {}
-        _greedy[(len(logits),)](logits.contiguous(), slots, pool, out, logits.shape[1], _BLOCK, early, num_warps=16, **options)
+        options = launch_options(logits.device, 16)
+        _greedy[(len(logits),)](logits.contiguous(), slots, pool, out, logits.shape[1], _BLOCK, **options)
     return out

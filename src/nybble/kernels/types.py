@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nybble.formats.spec import KV, Spec
+from nybble.formats.numerics import FLOAT8
+from nybble.formats.spec import INT4_KV_GROUPS, KV, Spec
 
 
 class Rows(NamedTuple):
@@ -69,6 +70,23 @@ class Turn:
         """On a device, matrices in `dtype`."""
         matrices = {n: None if x is None else x.to(device, dtype).contiguous() for n, x in vars(self).items() if n != "shift"}
         return Turn(**matrices, shift=self.shift.to(device))
+
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cache_shapes(name: str, blocks: int, kv_heads: int, block_size: int, head_dim: int
+                 ) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None]:
+    """Of a layer's cache: shape and dtype of K (and of V), and the shape of its float16 parameters where it has any. Raises
+    ValueError for a type that there is not, and for one that cannot hold such heads."""
+    if name not in KV:
+        raise ValueError(f"kv = {name!r} is not a KV cache type; there are {', '.join(KV)}")
+    if name == "int4" and head_dim % 4:
+        raise ValueError(f"kv = 'int4' stores quarters of a head and head_dim is {head_dim}; int8 would do")
+    spec, outer = KV[name], (blocks, kv_heads)
+    params = (*outer, *((INT4_KV_GROUPS,) if name == "int4" else ()), block_size, 2) if spec.zero else None
+    width = head_dim // 2 if name == "int4" else head_dim
+    return (*outer, block_size, width), FLOATS.get(name) or FLOAT8.get(spec.num.name, torch.uint8), params
 
 
 def scaled(kv: LayerKV, pair: tuple[float | Tensor, float | Tensor] | None) -> LayerKV:

@@ -27,6 +27,7 @@ constexpr int OWNED = (EIGHTS + CLUSTER_K - 1) / CLUSTER_K;  // groups of eight 
 constexpr int PIECE = WARPGROUPS * 128 * 16;                 // one group of one 64-row tile of every warpgroup
 constexpr int SUM_AT = (BARRIERS_AT + 16 * STAGES + 16 * WARPGROUPS + 127) / 128 * 128;
 constexpr int CHUNKS = 8 / CHUNK;
+static_assert(!STAGGER || STAGES > 2, "the first warpgroup reads a third step before the second one frees one");
 // Pairs of 16-bit floats. A code at bit 0 is q * STEP, at bit 4 q * 16 STEP, where STEP is 2^-133 or 2^-24.
 constexpr u32 INVERSE = OUT ? 0x74007400 : 0x7F007F00, INVERSE_16 = OUT ? 0x64006400 : 0x7D007D00;  // of them, times 2^-10, 2^-6
 constexpr u32 SIXTEENTH = OUT ? 0x2C002C00 : 0x3D803D80, MINUS_8_STEPS = 0x80088008, MINUS_8 = OUT ? 0xA000A000 : 0xBE00BE00;
@@ -67,23 +68,6 @@ typedef u32 Operands[ROW_TILES][CHUNK][4];
 __device__ __forceinline__ void keep(Operands& a) {  // the tensor core may read them until here
 #pragma unroll
   for (int i = 0; i < ROW_TILES * CHUNK * 4; i++) asm volatile("" : "+r"(a[i / (CHUNK * 4)][i / 4 % CHUNK][i % 4])::"memory");
-}
-// Barriers that another block of the cluster arrives at.
-__device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
-  u32 done = 0;
-  for (int tries = 0; !done; tries++) {
-#ifdef BOUNDED
-    if (tries > 1 << 20) __trap();
-#endif
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-__device__ __forceinline__ void arrive_cluster(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void send(u32 to, const float* four, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
@@ -144,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     launch_next();
   }
   __syncthreads();
-  if (CLUSTER_K > 1) cluster_sync();
+  if (CLUSTER_K > 1) cluster_meet();
   wait_kernel_before();
 
   if (warpgroup == WARPGROUPS) {
@@ -159,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
     __syncwarp();
-    if (CLUSTER_K > 1) cluster_sync();  // no block leaves while another may still write to it
+    if (CLUSTER_K > 1) cluster_meet();  // no block leaves while another may still write to it
     return;
   }
 
@@ -179,21 +163,21 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     float scale[2 * ROW_TILES];
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) scale[i] = __ldg(a.scale + row + i);
-    // A step's packed weights are read, and a chunk's operands made, while the products before run.
+    // Half a step's packed weights and scales are read, and a chunk's operands made, while the products before run.
     Operands one, two = {};
     uint4 packed[ROW_TILES][2];
     u32 parts[SCALES + 1][ROW_TILES][PARTS + 1];
     Row rows[ROW_TILES][2];
-    auto fetch = [&] {
-      wait(full + 8 * stage, parity);
+    auto fetch = [&](int half, int stage) {
       const u32 tile = base + W_AT + stage * W_BYTES + block * PACKED;
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; i++)
-        packed[i / 2][i % 2] = load_shared(tile + (i % 2 * 2 + (ROW_TILES == 1 ? odd : i / 2)) * 2048 + thread * 16);
+      for (int i = 0; i < ROW_TILES; i++)
+        packed[i][half] = load_shared(tile + (half * 2 + (ROW_TILES == 1 ? odd : i)) * 2048 + thread * 16);
 #pragma unroll
       for (int p = 0; p < PARTS; p++)
 #pragma unroll
         for (int g = 0; g < SCALES; g++) {
+          if (g * 2 / SCALES != half) continue;
           const u32 at = tile + CODES + (p * SCALES + g) * 256 + lane_row * 2;
           if (ROW_TILES == 1)
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(parts[g][0][p]) : "r"(at));
@@ -238,10 +222,17 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       int before = -1;
 #pragma unroll
       for (int i = 0; i < ROW_TILES * TOKENS / 2; i++) sum[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0;
-      fetch();
+      wait(full + 8 * stage, parity);
+      fetch(0, stage);
       for (int step = 1;; step++) {
+        fetch(1, stage);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
+          if (chunk == CHUNKS / 2 && step < steps) {
+            const bool around = stage + 1 == STAGES;
+            wait(full + 8 * (around ? 0 : stage + 1), parity ^ around);
+            fetch(0, around ? 0 : stage + 1);
+          }
           multiply(chunk % 2 ? two : one, chunk);
           if (chunk + 1 == CHUNKS) break;
           wait_products<1>();
@@ -253,7 +244,6 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
         if (STAGGER && WARPGROUPS == 2 && warpgroup == 0 && before_start > 0 && --before_start == 0)
           asm volatile("bar.arrive 7, 256;" ::: "memory");
         if (step == steps) break;
-        fetch();
         wait_products<1>();
         keep(one);
       }
@@ -282,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       const u32 here = base + SUM_AT + threadIdx.x * 16;
       const int owned = (EIGHTS - rank + CLUSTER_K - 1) / CLUSTER_K;
       if (thread == 0 && owned > 0) expect(sum_full + 8 * warpgroup, owned * (CLUSTER_K - 1) * ROW_TILES * 2048);
-      if (receivers > 0) wait_cluster(sum_empty + 8 * warpgroup, finished ^ 1);
+      if (receivers > 0) wait(sum_empty + 8 * warpgroup, finished ^ 1);
 #pragma unroll
       for (int owner = 0; owner < CLUSTER_K; owner++) {
         if (owner == rank) continue;
@@ -293,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #pragma unroll
           for (int i = 0; i < ROW_TILES; i++) send(there + (group / CLUSTER_K * ROW_TILES + i) * PIECE, &sum[i][group * 4], barrier);
       }
-      if (owned > 0) wait_cluster(sum_full + 8 * warpgroup, finished);
+      if (owned > 0) wait(sum_full + 8 * warpgroup, finished);
 #pragma unroll
       for (int group = 0; group < EIGHTS; group++) {
         if (group % CLUSTER_K != rank) continue;
@@ -318,9 +308,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
         }
       }
       sync_threads(1 + warpgroup, 128);
-      if (thread == 0 && owned > 0)
-        for (int other = 0; other < CLUSTER_K; other++)
-          if (other != rank) arrive_cluster(in_cluster(sum_empty + 8 * warpgroup, other));
+      if (owned > 0 && begin.tile + clusters < tiles && thread < CLUSTER_K && thread != rank)
+        arrive_at(sum_empty + 8 * warpgroup, thread);
     }
 
     const int token = begin.token_tile * TOKENS + thread % 4 * 2;
@@ -349,5 +338,5 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     }
     __syncwarp();
   }
-  if (CLUSTER_K > 1) cluster_sync();
+  if (CLUSTER_K > 1) cluster_meet();
 }

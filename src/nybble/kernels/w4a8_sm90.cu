@@ -23,57 +23,50 @@ constexpr int PIECE = WARPGROUPS * 128 * 16;                 // one group of one
 constexpr int BY_AT = BARRIERS_AT + 16 * STAGES;             // scales of a tile's tokens, of each warpgroup
 constexpr int SUM_AT = (BY_AT + WARPGROUPS * TOKENS * 4 + 127) / 128 * 128, SUM_BYTES = THROUGH_MEMORY ? 0 : (CLUSTER_K - 1) * OWNED * ROW_TILES * PIECE;
 constexpr bool SUM_APART = SUM_BYTES <= 16384;  // else sums use the stages, once nobody reads them any more
+constexpr bool FOLD = WARP_LEVEL && MODE == 1;  // whole scales multiply the sums of a group instead of its weights
 static_assert(0 < AHEAD && AHEAD <= STAGES, "");
 
 // Operands of the products of 64 rows with channels 32 h.. and 64 + 32 h... Per channel: 16 * code, two instructions for four
 // weights. Groups: nibbles u = code + 8 and a whole scale s <= 16; u * s + 128 - 8 s fits an unsigned byte, so one multiply
-// serves four lanes without a carry, and flipping the top bits takes the 128 off again. Float16 scales: code * scale + 1280 is
-// rounded once, to an even whole number at ties, and its low byte is the int8.
+// serves four lanes without a carry, and flipping the top bits takes the 128 off again (FOLD: 16 * code). Float16 scales: code *
+// scale + 1280 is rounded once, to an even whole number at ties, and its low byte is the int8.
 struct Pair {
   u32 low[4], high[4];
 };
-__device__ __forceinline__ uint4 load_packed(u32 tile, int half, int odd, int thread) {
-  return load_shared(tile + (half * 2 + odd) * 2048 + thread * 16);
-}
 __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {  // pairs of float16
   u32 d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-template <u32 MASK>
-__device__ __forceinline__ u32 nibbles(u32 v) {  // two, under the exponent bits of 1024, where they count ones or sixteens
+template <u32 MASK, u32 FLIPPED>
+__device__ __forceinline__ u32 bits_of(u32 v) {  // (v & MASK) ^ FLIPPED, of which the compiler makes two instructions
   u32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(v), "n"(MASK), "n"(0x64006400));
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(v), "n"(MASK), "n"(FLIPPED));
   return d;
 }
-__device__ __forceinline__ u32 bytes_of(u32 even, u32 odd) {
+template <bool HIGH>
+__device__ __forceinline__ u32 rounded(u32 even, u32 odd, u32 scale) {  // four int8
+  // Under the exponent bits of 1024 low nibbles count ones, high ones sixteens: 1 * u - 1032 and u / 16 - 72 are the codes.
+  constexpr u32 BY = HIGH ? 0x2C002C00 : 0x3C003C00, LESS = HIGH ? 0xD480D480 : 0xE408E408, TO_BYTE = 0x65006500;
+  auto pair = [&](u32 w) {
+    return multiply_add(multiply_add(bits_of<HIGH ? 0x00F000F0 : 0x000F000F, 0x64006400>(w), BY, LESS), scale, TO_BYTE);
+  };
   u32 four;
-  asm("prmt.b32 %0, %1, %2, 0x6240;" : "=r"(four) : "r"(even), "r"(odd));
+  asm("prmt.b32 %0, %1, %2, 0x6240;" : "=r"(four) : "r"(pair(even)), "r"(pair(odd)));
   return four;
 }
 __device__ __forceinline__ void unpack(Pair& out, const uint4& packed, u32 scales) {
   const u32 w[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    if (MODE == 0) {
-      out.low[i] = (w[i] << 4) & 0xF0F0F0F0u;
-      out.high[i] = w[i] & 0xF0F0F0F0u;
+    if (MODE == 0 || FOLD) {
+      constexpr u32 TOPS = FOLD ? 0x80808080 : 0;
+      out.low[i] = bits_of<0xF0F0F0F0, TOPS>(w[i] << 4), out.high[i] = bits_of<0xF0F0F0F0, TOPS>(w[i]);
     } else if (MODE == 2) {
-      constexpr u32 ONE = 0x3C003C00, SIXTEENTH = 0x2C002C00, M72 = 0xD480D480, M1032 = 0xE408E408, TO_BYTE = 0x65006500;
-      const u32 s = __byte_perm(scales, 0, i % 2 ? 0x3232 : 0x1010), odd = w[i] >> 8;
-#pragma unroll
-      for (int high = 0; high < 2; high++) {
-        u32 two[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const u32 v = j ? odd : w[i];
-          const u32 code = high ? multiply_add(nibbles<0x00F000F0>(v), SIXTEENTH, M72) : multiply_add(nibbles<0x000F000F>(v), ONE, M1032);
-          two[j] = multiply_add(code, s, TO_BYTE);
-        }
-        (high ? out.high : out.low)[i] = bytes_of(two[0], two[1]);
-      }
+      const u32 s = __byte_perm(scales, 0, i % 2 ? 0x3232 : 0x1010);
+      out.low[i] = rounded<false>(w[i], w[i] >> 8, s), out.high[i] = rounded<true>(w[i], w[i] >> 8, s);
     } else {
-      u32 s = i % 2 ? scales >> 8 & 0xFF : scales & 0xFF, offset = 0x80808080u - s * 0x08080808u;
+      const u32 s = scales >> i % 2 * 8 & 0xFF, offset = 0x80808080u - s * 0x08080808u;
       out.low[i] = ((w[i] & 0x0F0F0F0Fu) * s + offset) ^ 0x80808080u;
       out.high[i] = ((w[i] >> 4 & 0x0F0F0F0Fu) * s + offset) ^ 0x80808080u;
     }
@@ -95,18 +88,28 @@ __device__ __forceinline__ void multiply(int (&sum)[ROW_TILES][TOKENS / 2], Pair
   products_commit();
 }
 // Eight tokens by four pieces of 16 channels, the B operands of two warp-level products.
-__device__ __forceinline__ uint4 load_tokens(u32 tokens, int group, int half, int lane) {
-  int piece = lane / 16 * 4 + half * 2 + lane / 8 % 2, token = lane % 8;
+__device__ __forceinline__ u32 tokens_offset(int half) {
+  const int lane = threadIdx.x % 32, piece = lane / 16 * 4 + half * 2 + lane / 8 % 2, token = lane % 8;
+  return token * 128 + ((piece ^ token) << 4);
+}
+__device__ __forceinline__ uint4 load_tokens(u32 address) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(tokens + group * 1024 + token * 128 + ((piece ^ token) << 4)));
+               : "r"(address));
   return v;
 }
-__device__ __forceinline__ void warp_product(int* sum, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ void warp_product(int* sum, const u32 (&a)[4], u32 b0, u32 b1, bool first) {  // first: sum is new
+  const int c[4] = {first ? 0 : sum[0], first ? 0 : sum[1], first ? 0 : sum[2], first ? 0 : sum[3]};
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(sum[0]), "=r"(sum[1]), "=r"(sum[2]), "=r"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+__device__ __forceinline__ uint4 vector_of(const int* sum) {
+  return {(u32)sum[0], (u32)sum[1], (u32)sum[2], (u32)sum[3]};
+}
+__device__ __forceinline__ void add(int* sum, const uint4& more) {
+  sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
 }
 // Neighbouring rows of one token.
 __device__ __forceinline__ void store_neighbours(char* at, const float (&v)[2 * ROW_TILES]) {
@@ -138,7 +141,7 @@ struct Arguments {
   const char* group;  // [K / 128, N] scales of MODE bytes
   const float *w_scale, *x_scale;
   void* y;
-  int4* partials;  // STREAM: [blocks * WARPGROUPS, TOKENS / 8 * ROW_TILES, 128]; THROUGH_MEMORY: [blocks, SUM_BYTES / 16]
+  uint4* partials;  // STREAM: [blocks * WARPGROUPS, TOKENS / 8 * ROW_TILES, 128]; THROUGH_MEMORY: [blocks, SUM_BYTES / 16]
   int* arrivals;   // zero between launches
   int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order, whole;
 };
@@ -233,6 +236,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 24>();
   const int odd = ROW_TILES == 1 ? warpgroup & 1 : 0, block = ROW_TILES == 1 ? warpgroup / 2 : warpgroup;
   const int lane_row = thread / 32 * 32 + thread % 32 / 4 * 4;  // a thread's rows: four neighbours of 128, or two of them
+  u32 weights_at = W_AT + block * PACKED + odd * 2048 + thread * 16, scales_at = S_AT + (block * 128 + lane_row + 2 * odd) * MODE;
+  u32 tokens_at[2] = {tokens_offset(0), tokens_offset(1)};
+  asm volatile("" : "+r"(weights_at), "+r"(scales_at), "+r"(tokens_at[0]), "+r"(tokens_at[1]));  // or every step computes them
   auto release = [&](int stage) {
     if (WARP_LEVEL) __syncwarp();
     if (WARP_LEVEL ? thread % 32 == 0 : thread == 0) arrive(empty + 8 * stage);
@@ -248,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       by_token[i] = i * 128 + thread < TOKENS && token < a.tokens ? load_float(a.x_scale + token) : 0;
     }
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; i++) scale[i] = load_float(a.w_scale + min(first_row() + i, a.padded_rows - 1));
+    for (int i = 0; i < 2 * ROW_TILES; i++)  // FOLD: of sums of 16 * code
+      scale[i] = load_float(a.w_scale + min(first_row() + i, a.padded_rows - 1)) * (FOLD ? 0.0625f : 1);
   };
   auto keep_scales = [&] {
     if (WARP_LEVEL) sync_threads(1 + warpgroup, 128);  // the tile before is done with (products of warpgroups see to it)
@@ -289,10 +296,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     }
   };
   auto finish = [&](int share) {
-    if (a.rows % 4 == 0 && (tile_token + 1) * TOKENS <= a.tokens)
-      write(true, share);
-    else
-      write(false, share);
+    a.rows % 4 == 0 && (tile_token + 1) * TOKENS <= a.tokens ? write(true, share) : write(false, share);
   };
 
   int stage = 0, parity = 0;
@@ -322,19 +326,14 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     u32 scales[2] = {};  // of each row tile's two rows
     auto fetch = [&] {
       wait(full + 8 * stage, parity);
-      const u32 tile = base + W_AT + stage * W_BYTES + block * PACKED;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; i++)
-        packed[i / 2][i % 2] = load_packed(tile, i % 2, ROW_TILES == 1 ? odd : i / 2, thread);
-      const u32 from = base + S_AT + stage * S_BYTES + (block * 128 + lane_row + 2 * odd) * MODE;
-      if (MODE == 1 && ROW_TILES == 1)
-        asm volatile("ld.shared.u16 %0, [%1];" : "=r"(scales[0]) : "r"(from));
-      else if (MODE == 1)
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(from));
-      else if (MODE == 2 && ROW_TILES == 1)
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(from));
-      else if (MODE == 2)
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(scales[0]), "=r"(scales[1]) : "r"(from));
+        packed[i / 2][i % 2] = load_shared(base + stage * W_BYTES + weights_at + (i % 2 * 2 + i / 2) * 2048);
+      constexpr int BYTES = 2 * MODE * ROW_TILES;  // of a thread's scales
+      const u32 from = base + stage * S_BYTES + scales_at;
+      if (BYTES == 2) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(scales[0]) : "r"(from));
+      if (BYTES == 4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(from));
+      if (BYTES == 8) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(scales[0]), "=r"(scales[1]) : "r"(from));
     };
     auto operands = [&](Pair(&out)[ROW_TILES], int half) {
 #pragma unroll
@@ -342,41 +341,47 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
         unpack(out[i], packed[i][half], MODE == 1 ? scales[0] >> 16 * i : scales[i]);
     };
 #if WARP_LEVEL
-    // Sums side by side: products need not wait for the one before, and the next step's loads run beneath them.
-    constexpr int MORE = TOKENS <= 16 ? 3 : 1;
-    int part[MORE][ROW_TILES][TOKENS / 2] = {};
+    // Sums side by side: products need not wait for the one before, and the next step's loads run beneath them. FOLD: those of
+    // a group are multiplied and added when the next one's weights are unpacked.
+    constexpr int PARTS = MODE == 0 && TOKENS <= 16 ? 4 : 1;
+    static_assert(ROW_TILES == 1, "");
+    int part[PARTS][TOKENS / 2] = {};
+    u32 by_group = 0;
+    auto fold = [&] {
+#pragma unroll
+      for (int j = 0; j < TOKENS / 2; j++) {
+        int all = part[0][j];
+#pragma unroll
+        for (int more = 1; more < PARTS; more++) all += part[more][j];
+        sum[0][j] += FOLD ? all * (int)(by_group >> j % 4 / 2 * 8 & 0xFF) : all;
+      }
+    };
     for (int step = begin.step; step < end; step++) {
       uint4 x[2][GROUPS];
       fetch();
 #pragma unroll
       for (int j = 0; j < GROUPS; j++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) x[half][j] = load_tokens(base + stage * X_BYTES, j, half, thread % 32);
+        for (int half = 0; half < 2; half++) x[half][j] = load_tokens(base + stage * X_BYTES + tokens_at[half] + j * 1024);
       operands(one, 0), operands(two, 1);
+      if (FOLD) fold(), by_group = scales[0];
       release(stage);
       if (++stage == STAGES) stage = 0, parity ^= 1;
 #pragma unroll
-      for (int i = 0; i < ROW_TILES; i++)
+      for (int product = 0; product < 4; product++)
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
-          warp_product(&sum[i][4 * j], one[i].low, x[0][j].x, x[0][j].y);
-          warp_product(&part[0][i][4 * j], one[i].high, x[0][j].z, x[0][j].w);
-        }
-#pragma unroll
-      for (int i = 0; i < ROW_TILES; i++)
-#pragma unroll
-        for (int j = 0; j < GROUPS; j++) {
-          warp_product(MORE == 3 ? &part[1 % MORE][i][4 * j] : &sum[i][4 * j], two[i].low, x[1][j].x, x[1][j].y);
-          warp_product(&part[MORE - 1][i][4 * j], two[i].high, x[1][j].z, x[1][j].w);
+          const uint4& tokens = x[product / 2][j];
+          const Pair& rows = (product / 2 ? two : one)[0];
+          int* sums = &part[product % PARTS][4 * j];
+          if (product % 2)
+            warp_product(sums, rows.high, tokens.z, tokens.w, FOLD && product < PARTS);
+          else
+            warp_product(sums, rows.low, tokens.x, tokens.y, FOLD && product < PARTS);
         }
     }
+    fold();
     if (finishes) keep_scales();
-#pragma unroll
-    for (int i = 0; i < ROW_TILES; i++)
-#pragma unroll
-      for (int j = 0; j < TOKENS / 2; j++)
-#pragma unroll
-        for (int more = 0; more < MORE; more++) sum[i][j] += part[more][i][j];
 #else
     int before = -1;
     auto half_step = [&](Pair(&now)[ROW_TILES], int half) {
@@ -414,10 +419,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       int* arrived = a.arrivals + (begin.tile - a.whole) * WARPGROUPS + warpgroup;
       if (begin.step > 0) {
 #pragma unroll
-        for (int i = 0; i < GROUPS * ROW_TILES; i++) {
-          int* four = &sum[i / GROUPS][i % GROUPS * 4];
-          __stcg(a.partials + slot * VECTORS + i * 128 + thread, make_int4(four[0], four[1], four[2], four[3]));
-        }
+        for (int i = 0; i < GROUPS * ROW_TILES; i++)
+          __stcg(a.partials + slot * VECTORS + i * 128 + thread, vector_of(&sum[i / GROUPS][i % GROUPS * 4]));
         sync_threads(1 + warpgroup, 128);
         if (thread == 0) add_release(arrived, 1);
         continue;
@@ -430,11 +433,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       sync_threads(1 + warpgroup, 128);
       for (int other = 1; other <= others; other++)
 #pragma unroll
-        for (int i = 0; i < GROUPS * ROW_TILES; i++) {
-          int4 more = __ldcg(a.partials + (slot + (size_t)other * WARPGROUPS) * VECTORS + i * 128 + thread);
-          int* four = &sum[i / GROUPS][i % GROUPS * 4];
-          four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
-        }
+        for (int i = 0; i < GROUPS * ROW_TILES; i++)
+          add(&sum[i / GROUPS][i % GROUPS * 4],
+              __ldcg(a.partials + (slot + (size_t)other * WARPGROUPS) * VECTORS + i * 128 + thread));
     }
 #endif
     finish(0);
@@ -456,12 +457,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       const u32 there = THROUGH_MEMORY ? 0 : in_cluster(here + (slot * OWNED + group / CLUSTER_K) * ROW_TILES * PIECE, owner);
 #pragma unroll
       for (int i = 0; i < ROW_TILES; i++) {
-        const int* four = &sum[i][group * 4];
+        const uint4 four = vector_of(&sum[i][group * 4]);
         if (THROUGH_MEMORY)
-          __stcg(piece(owner, slot, group, i), make_int4(four[0], four[1], four[2], four[3]));
+          __stcg(piece(owner, slot, group, i), four);
         else
-          asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there + i * PIECE), "r"(four[0]), "r"(four[1]),
-                       "r"(four[2]), "r"(four[3])
+          asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there + i * PIECE), "r"(four.x), "r"(four.y),
+                       "r"(four.z), "r"(four.w)
                        : "memory");
       }
     }
@@ -482,16 +483,10 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #pragma unroll
       for (int slot = 0; slot < CLUSTER_K - 1; slot++)
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; i++) {
-          int* four = &sum[i][group * 4];
-          if (THROUGH_MEMORY) {
-            const int4 more = __ldcg(piece(rank, slot, group, i));
-            four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
-          } else {
-            const uint4 more = load_shared(here + ((slot * OWNED + group / CLUSTER_K) * ROW_TILES + i) * PIECE);
-            four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
-          }
-        }
+        for (int i = 0; i < ROW_TILES; i++)
+          add(&sum[i][group * 4], THROUGH_MEMORY
+                                      ? __ldcg(piece(rank, slot, group, i))
+                                      : load_shared(here + ((slot * OWNED + group / CLUSTER_K) * ROW_TILES + i) * PIECE));
     }
     finish(rank);
   }

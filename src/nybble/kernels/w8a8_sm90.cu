@@ -5,10 +5,9 @@
 // already have the 128-byte swizzle, activations through a tensor map. CLUSTER blocks with neighbouring row tiles share the
 // tokens: each copies its part to all.
 //
-// FP8 products are added in the tensor core with about 14 bits. So that a long sum does not cost its low bits, every 16
-// steps what fits bf16 is taken out of it, kept beside it in half a register, and the rest goes on; where scales change every
-// 128 channels, each such sum goes to a float32 one. Channels in order, whatever the tile: a token's result does not depend on
-// the batch.
+// FP8 products are added in the tensor core with about 14 bits. So that a long sum does not cost its low bits, that of 16
+// steps, or of one where scales change every 128 channels, goes to a float32 one beside it. Channels in order, whatever the
+// tile: a token's result does not depend on the batch.
 //
 // Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels,
 // 3 the same with one scale for 128 rows), TOKENS (a tile's), COLUMNS (of a product: TOKENS, or 64 or 128 weight rows), STAGES,
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   wait_kernel_before();
 
   if (warpgroup == WARPGROUPS) {
-    if (REGISTERS) fewer_registers<56>();
+    if (REGISTERS) fewer_registers<WARPGROUPS == 2 ? 40 : 32>();
     if (copies || BLOCKS && threadIdx.x == WARPGROUPS * 128 + 32) {
       int stage = 0, parity = 1, unit = 0;
       for (int tile = cluster; unit < units; tile += clusters) {
@@ -145,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     return;
   }
 
-  if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 56>();
+  if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 232>();
   auto release = [&](int stage) {  // products end for the whole warpgroup, reading scales for a warp alone
     if (BLOCKS) __syncwarp();
     const int lane = BLOCKS ? thread % 32 : thread;
@@ -230,45 +229,31 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
     Sum sum[COLUMNS / 2];
-#if KIND == 0
-    for (int step = 0; step < a.steps; step++) {
-      wait(full + 8 * stage, parity);
-      issue(sum, 0, step);
-      wait_products<1>();
-      if (before >= 0) release(before);
-      advance();
-    }
-    wait_products<0>();
-    release(before);
-#elif KIND == 1
-    constexpr int EVERY = 16;
-    u32 kept[TOKENS / 4];  // two sums' each
+#if KIND < 2
+#if KIND
+    Sum part[COLUMNS / 2];
 #pragma unroll
-    for (int j = 0; j < TOKENS / 4; j++) kept[j] = 0;
-    // Every second 64 rows are half a turn ahead, so that one warpgroup splits while the other one's products run.
-    for (int step = 0, end = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? EVERY / 2 : EVERY;; end += EVERY) {
-      end = min(end, a.steps);
+    for (int j = 0; j < COLUMNS / 2; j++) sum[j] = 0;
+#else
+    Sum(&part)[COLUMNS / 2] = sum;  // int32 holds all of it
+#endif
+    constexpr int EVERY = KIND ? 16 : 1 << 28;
+    // Every second 64 rows are half a turn ahead, so that one warpgroup adds while the other one's products run.
+    for (int step = 0, end = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? EVERY / 2 : EVERY; step < a.steps; end += EVERY) {
       before = -1;
 #pragma unroll 1
-      for (; step < end; step++) {
+      for (const int begin = step; step < min(end, a.steps); step++) {
         wait(full + 8 * stage, parity);
-        issue(sum, 0, step);
+        issue(part, 0, step - begin);
         wait_products<1>();
         if (before >= 0) release(before);
         advance();
       }
       wait_products<0>();
       release(before);
-      hold(sum);
+      hold(part);
 #pragma unroll
-      for (int j = 0; j < TOKENS / 4; j++)
-        sum[2 * j] += __uint_as_float(kept[j] << 16), sum[2 * j + 1] += __uint_as_float(kept[j] & 0xFFFF0000);
-      if (step == a.steps) break;
-#pragma unroll
-      for (int j = 0; j < TOKENS / 4; j++) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(kept[j]) : "f"(sum[2 * j + 1]), "f"(sum[2 * j]));
-        sum[2 * j] -= __uint_as_float(kept[j] << 16), sum[2 * j + 1] -= __uint_as_float(kept[j] & 0xFFFF0000);
-      }
+      for (int j = 0; KIND && j < COLUMNS / 2; j++) sum[j] += part[j];
     }
 #else
     auto promote = [&](Sum(&part)[COLUMNS / 2], int at) {

@@ -38,8 +38,6 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int, ...]
     dtype: str
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
     twins: int = 1  # ranks that have the same KV heads, each for queries of its own
     hadamard: int = 0  # channels of down_proj's input that are turned together at run time; checkpoint's, not config.json's
 
@@ -78,8 +76,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Keys that say nothing about the forward pass of a checkpoint that is only run.
 HARMLESS = frozenset(
     """
-    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache initializer_range
-    pad_token_id sep_token_id unk_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache initializer_range bos_token_id
+    eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     attention_dropout hidden_dropout resid_dropout resid_pdrop embd_pdrop attn_pdrop dropout classifier_dropout
     pretraining_tp output_attentions output_hidden_states output_scores output_router_logits return_dict
     return_dict_in_generate torchscript chunk_size_feed_forward id2label label2id num_labels problem_type
@@ -117,7 +115,6 @@ def read_config(config: Mapping[str, Any], families: tuple[Family, ...] = FAMILI
         raise ValueError(f"config.json: hidden_act = {act!r} is not supported; wants silu")
     max_position = read.count("max_position_embeddings")
     rope, max_position = _read_rope(read, max_position, head_dim)
-    eos = read.value("eos_token_id", None)
     model = ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
@@ -137,8 +134,6 @@ def read_config(config: Mapping[str, Any], families: tuple[Family, ...] = FAMILI
         qk_norm=family.qk_norm,
         windows=_read_windows(read, family, layers),
         dtype=_read_dtype(config),
-        bos_id=read.value("bos_token_id", None),
-        eos_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
     )
     read.refuse_the_rest(family)
     return model
@@ -227,10 +222,14 @@ def _read_rope(read: _Reader, max_position: int, head_dim: int) -> tuple[Rope, i
         if key == "original_max_position_embeddings":
             default = original or max_position
         found = parameters.flag(key, True) if key == "truncate" else parameters.value(key, default)
-        if found is not None and (not isinstance(found, int | float) or found < 0):
-            raise ValueError(f"{parameters.where}: {key} = {found!r}; wants a number, 0 or more")
-        if found is not None:
-            scaling[key] = found
+        if found is None:
+            continue
+        if not isinstance(found, int | float) or not (found > 0 or (found == 0 and key in optional)):
+            wanted = "a number, 0 or more" if key in optional else "a number above 0"
+            raise ValueError(f"{parameters.where}: {key} = {found!r}; wants {wanted}")
+        scaling[key] = found
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ValueError(f"{parameters.where}: high_freq_factor = {scaling['high_freq_factor']} is not above low_freq_factor")
     extra = {key: value for key, value in parameters.config.items() if key not in parameters.seen and value is not None}
     if extra:
         raise ValueError(f"{parameters.where}: {extra} is not known for rope_type {kind!r}")

@@ -29,6 +29,7 @@ class Source(Protocol):
     """Where weights come from; `checkpoint.Checkpoint` is one. Names are Hugging Face's."""
 
     config: Mapping[str, Any]
+    hadamard: int  # channels of down_proj's input that are to be turned together, 0: none
 
     def has(self, name: str) -> bool: ...
     def get(self, name: str) -> Tensor | QTensor: ...
@@ -37,14 +38,8 @@ class Source(Protocol):
     def unread(self) -> list[str]: ...
 
 
-def load_model(
-    checkpoint: Source,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-    editable: bool = False,
-    group: Group = ALONE,
-) -> Decoder:
+def load_model(checkpoint: Source, device: torch.device | str, dtype: torch.dtype | None = None,
+               progress: Progress | None = None, editable: bool = False, group: Group = ALONE) -> Decoder:
     """Read every weight of a checkpoint onto a device, or of the weights that are cut this rank's rows.
 
     dtype: of activations; None is float32 on a CPU, elsewhere the checkpoint's 16-bit type (bfloat16 for a float32 one).
@@ -55,13 +50,17 @@ def load_model(
     device = torch.device(device)
     config = replace(read_config(checkpoint.config), hadamard=checkpoint.hadamard)
     model = build(config, checkpoint, device, dtype or default_dtype(config, device), progress, editable, group)
-    left = checkpoint.unread()
+    refuse_left(config, checkpoint.unread())
+    return model
+
+
+def refuse_left(config: ModelConfig, left: list[str]) -> None:
+    """Raises ValueError naming tensors that nobody asked for, if there are any."""
     if config.tie_embeddings and "lm_head.weight" in left:
         raise ValueError("tie_word_embeddings = True, but lm_head.weight differs from model.embed_tokens.weight")
     if left:
         shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         raise ValueError(f"{config.family.architecture} has no place for tensors of this checkpoint: {shown}")
-    return model
 
 
 def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -74,8 +73,8 @@ def build(config: ModelConfig, source: Source, device: torch.device, dtype: torc
           editable: bool = False, group: Group = ALONE) -> Decoder:
     """A decoder from any source."""
     c, ops, own = config, ops_for(device), share_of(config, group.size)
-    if progress is not None:
-        progress("loading", 0.0)
+    tell = progress or (lambda what, share: None)
+    tell("loading", 0.0)
     embedding = source.get("model.embed_tokens.weight")
     _check_shape("model.embed_tokens.weight", embedding.shape, (c.vocab_size, c.hidden_size))
     table = _table(embedding, device, dtype)
@@ -83,8 +82,7 @@ def build(config: ModelConfig, source: Source, device: torch.device, dtype: torc
     layers = []
     for index in range(c.num_layers):
         layers.append(read_layer(c, source, index, cos_sin, device, dtype, editable, group))
-        if progress is not None:
-            progress("loading", (index + 1) / c.num_layers)
+        tell("loading", (index + 1) / c.num_layers)
     norm = RmsNorm(_read_vector(source, "model.norm.weight", c.hidden_size, device), c.rms_eps, ops)
     cut = group if c.vocab_size % group.size == 0 else ALONE
     head = Head(_read_head(c, source, table, device, dtype, editable, cut), ops, cut)

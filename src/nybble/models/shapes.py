@@ -40,16 +40,9 @@ def shape(name: str) -> ModelConfig:
     return read_config(SHAPES[name])
 
 
-def dummy_model(
-    config: ModelConfig | Mapping[str, Any] | str,
-    scheme: Scheme | str = "w4a8",
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-    editable: bool = False,
-    group: Group = ALONE,
-) -> Decoder:
+def dummy_model(config: ModelConfig | Mapping[str, Any] | str, scheme: Scheme | str = "w4a8",
+                device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0,
+                progress: Progress | None = None, editable: bool = False, group: Group = ALONE) -> Decoder:
     """A decoder with random weights of `scheme`, made on the device. config: or config.json as a dict, or a name in `SHAPES`.
 
     Codes are uniform and scales such that every linear keeps its input's variance: activations stay in range through any

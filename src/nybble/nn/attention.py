@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,10 @@ class Attention:
         q = self.ops.rope_write(qkv, kv, step, self.cos_sin, self.kv_heads, *norms, self.eps, self._turn(kv))
         return q if kv.k_heads is None else (q * self._per_query(kv.k_heads, q)).to(q.dtype)
 
-    def attend(self, q: Tensor, kv: LayerKV, step: Step, *out: Tensor) -> Tensor | Rows:
-        """Queries -> what they see, same shape. A GPU may be given where to put it; tokens of no row stay as they are. Of
-        projections: what they see, or its int8 rows when `o.takes` them."""
+    def attend(self, q: Tensor, kv: LayerKV, step: Step, *out: Any) -> Tensor | Rows:
+        """Queries -> what they see, same shape. A GPU may be given where to put it (tokens of no row stay as they are), and a
+        dictionary in which the layers of a step keep launches for each other. Of projections: what they see, or its int8 rows
+        when `o.takes` them."""
         if q.ndim == 2:
             assert self.ops.decode is not None
             return self.ops.decode(q, kv, step, self.cos_sin, self.kv_heads, self.head_dim**-0.5, self.window,

@@ -84,13 +84,12 @@ class Projection:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self._linears or self.pack()._linears
+        return self.pack()._linears
 
     @property
     def takes(self) -> Spec | None:
         """What every linear of it takes; None (float) also when they differ, and where a row's scale is over all ranks."""
-        takes = self._takes if self._linears else self.pack()._takes
-        return takes if self.inputs.size == 1 else None
+        return self.pack()._takes if self.inputs.size == 1 else None
 
     def pack(self) -> Projection:
         if not self._linears:
@@ -159,9 +158,9 @@ class Projection:
 
 def _joinable(parts: Sequence[Part]) -> list[list[Part]]:
     """Neighbours that mean the same by their codes and quantize their input the same way, together."""
-    groups: list[list[Part]] = []
-    for part in parts:
-        if groups and _alike(groups[-1][0], part):
+    groups: list[list[Part]] = [[parts[0]]]
+    for part in parts[1:]:
+        if _alike(groups[-1][0], part):
             groups[-1].append(part)
         else:
             groups.append([part])

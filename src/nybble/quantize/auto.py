@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nybble.formats.qtensor import dequantize
+from nybble.formats.qtensor import dense, dequantize
 from nybble.formats.spec import fit_group
 from nybble.models.decoder import Layer
-from nybble.quantize.calibrate import Stats, Stream, dense, quantize_parts
+from nybble.quantize.calibrate import Stats, Stream, quantize_parts
 from nybble.quantize.gptq import output_error
 from nybble.quantize.recipe import SITES, Recipe
 from nybble.quantize.rtn import quantize_rtn
@@ -43,9 +43,8 @@ def candidates(recipe: Recipe, in_features: int) -> list[str]:
 
 
 @torch.inference_mode()
-def measure(
-    layers: Iterable[Layer], stream: Stream, logits: Callable[[Tensor], Tensor], recipe: Recipe, scale_dtype: torch.dtype
-) -> list[Candidate]:
+def measure(layers: Iterable[Layer], stream: Stream, logits: Callable[[Tensor], Tensor], recipe: Recipe,
+            scale_dtype: torch.dtype) -> list[Candidate]:
     """What each candidate at each site would cost, from float layers (read as they are needed), the calibration tokens before
     the first, and `logits`: float [M, H] after the last -> float32 [M, V].
 
@@ -56,7 +55,7 @@ def measure(
     moved: dict[str, Tensor] = {}
     options: dict[str, list[Candidate]] = {}
     base: dict[str, str] = {}
-    step, kv = stream.steps()[0]
+    step, kv = stream.steps[0]
     for index, layer in enumerate(layers):
         for place, hidden in moved.items():
             moved[place] = layer.run(hidden, kv, step)
@@ -71,18 +70,15 @@ def measure(
             own = recipe.scheme_for(width)
             for name in candidates(recipe, width):
                 scheme = replace(recipe, layers={place: name}).scheme_for(width, place)
-                assert scheme.weight is not None
                 q = quantize_rtn(weight, scheme.weight, scale_dtype, recipe.mse, place)
                 error = output_error(weight, q, moment)
-                options.setdefault(place, []).append(
-                    Candidate(place, name, weight.numel(), q.bits_per_weight * weight.numel(), error)
-                )
+                found = Candidate(place, name, weight.numel(), q.bits_per_weight * weight.numel(), error)
+                options.setdefault(place, []).append(found)
                 base[place] = name if scheme == own else base.get(place, name)
             for result, part in zip(quantize_parts(parts, stats, own, recipe, scale_dtype).values(), parts):
                 projection.replace(part.name, dequantize(result.weight, before.dtype), None)
             moved[place] = layer.run(before, kv, step)
             for part in parts:
-                assert part.weight is not None
                 projection.replace(part.name, part.weight, part.act)
     lost = dict.fromkeys(moved, 0.0)
     for rows in torch.arange(before.shape[0], device=before.device).split(ROWS):

@@ -11,27 +11,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import repeat, zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nybble.formats.numerics import quantize_rows, to_float8
-from nybble.formats.qtensor import QTensor, cut, dequantize
+from nybble.formats.numerics import quantize_rows
+from nybble.formats.qtensor import QTensor, cut, dense, dequantize, expand
 from nybble.formats.spec import FP8, INT8, Scheme, Spec
-from nybble.kernels.types import LayerKV, Rows, Step
+from nybble.kernels.reference import quantize_float8
+from nybble.kernels.types import LayerKV, Step
 from nybble.models.config import ModelConfig
 from nybble.models.decoder import Layer
-from nybble.models.load import Source, build
+from nybble.models.load import Source, read_layer
 from nybble.models.window import FLOAT_KV, scratch_kv, window_step
 from nybble.nn.linear import Part, Projection
+from nybble.nn.rope import cos_sin_table
 from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, outer, output_error, quantize_gptq
 from nybble.quantize.recipe import Recipe
 from nybble.quantize.rtn import quantize_rtn, storable
 
 ROWS = 4096  # of calibration inputs turned to fp32 at a time
 KEPT = 4  # chunks of a layer's widest inputs that are kept between two uses; more are made again
-FP8_LARGEST = 448.0
 Inputs = Callable[[], Iterable[Tensor]]  # [tokens, K] float, by chunk, again at every call
 
 
@@ -54,9 +54,9 @@ def as_seen(x: Tensor, act: Spec | None, act_scale: float | None = None) -> Tens
         codes, scale = quantize_rows(x)
         return codes.float() * scale[:, None]
     if act.num == FP8:
-        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-10) / FP8_LARGEST
-        scale = scale if act_scale is None else torch.full_like(scale, act_scale)
-        return to_float8(x, scale, act.num).float() * scale
+        static = None if act_scale is None else torch.full((1, 1), act_scale, device=x.device)
+        codes, scale = quantize_float8(x, act, static)
+        return codes.float() * expand(scale, x.shape, tile=act.tile)
     raise ValueError(f"cannot imitate activations of {act}")
 
 
@@ -80,42 +80,33 @@ class Stats:
                 self.cross += outer(wanted - seen, seen)
 
 
-def quantize_parts(
-    parts: Sequence[Part], stats: Stats | None, scheme: Scheme, recipe: Recipe, scale_dtype: torch.dtype
-) -> dict[str, Quantized]:
+def quantize_parts(parts: Sequence[Part], stats: Stats | None, scheme: Scheme, recipe: Recipe,
+                   scale_dtype: torch.dtype) -> dict[str, Quantized]:
     """Quantize linears that share an input to `scheme`. stats: of that input, None for methods that need none."""
-    weight = torch.cat([dense(part.weight) for part in parts])
-    assert scheme.weight is not None
+    weight, h = torch.cat([dense(part.weight) for part in parts]), None if stats is None else stats.moment.mean()
     name = parts[0].name if len(parts) == 1 else f"{parts[0].name} (and those beside it)"
-    if stats is None:
+    if h is not None and stats.cross is not None:
+        weight = follow(weight, h, stats.cross / stats.moment.rows, recipe.damping, name)
+    if h is None or recipe.method == "rtn":
         found = quantize_rtn(weight, scheme.weight, scale_dtype, recipe.mse, name)
-        return {part.name: Quantized(q, scheme, None) for part, q in zip(parts, split(found, parts))}
-    h = stats.moment.mean()
-    target = weight
-    if stats.cross is not None:
-        target = follow(weight, h, stats.cross / stats.moment.rows, recipe.damping, name)
-    if recipe.method == "rtn":
-        found = quantize_rtn(target, scheme.weight, scale_dtype, recipe.mse, name)
     else:
         options = GptqOptions(recipe.damping, recipe.act_order, recipe.mse, recipe.sweeps)
-        found = quantize_gptq(target, h, scheme.weight, scale_dtype, options, name)
-    return {
-        part.name: Quantized(q, scheme, output_error(dense(part.weight), q, h)) for part, q in zip(parts, split(found, parts))
-    }
+        found = quantize_gptq(weight, h, scheme.weight, scale_dtype, options, name)
+    return {part.name: Quantized(q, scheme, None if h is None else output_error(dense(part.weight), q, h))
+            for part, q in zip(parts, split(found, parts))}
 
 
 class Stream:
     """The calibration tokens as they are between two layers: hidden [tokens, H] in chunks of whole sequences, so that a pass
-    needs the room of one chunk beyond what it keeps."""
+    needs the room of one chunk beyond what it keeps. steps: addresses and a cache for each chunk."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, hidden: Sequence[Tensor]) -> None:
         self.hidden = list(hidden)
         self.device, dtype = self.hidden[0].device, self.hidden[0].dtype
         self.length = tokens.shape[1]
-        per_chunk = self.hidden[0].shape[0] // self.length
-        self.full = calibration_step(config, tokens[:per_chunk], self.device, dtype)
-        rest = tokens.shape[0] % per_chunk
-        self.last = calibration_step(config, tokens[:rest], self.device, dtype) if rest else self.full
+        counts = [chunk.shape[0] // self.length for chunk in self.hidden]
+        made = {count: calibration_step(config, tokens[:count], self.device, dtype) for count in set(counts)}
+        self.steps = [made[count] for count in counts]
 
     def beside(self, hidden: Sequence[Tensor]) -> Stream:
         """The same tokens with other values."""
@@ -123,34 +114,28 @@ class Stream:
         other.hidden = list(hidden)
         return other
 
-    def steps(self) -> list[tuple[Step, LayerKV]]:
-        return [self.full] * (len(self.hidden) - 1) + [self.last]
-
     def walk(self, layer: Layer) -> Iterator[tuple[Projection, Inputs]]:
         """Carry the stream through a layer: each projection with its inputs, in the order they run. Asked for the next, it goes
         on with the weights that the projection has then. Many of the widest inputs, down's, are made at every call."""
         a, m = layer.attention, layer.mlp
         dtype = self.hidden[0].dtype
-        x = [_floats(layer.input_norm(h, None, False)[0]) for h in self.hidden]
+        x = [layer.input_norm(h, None, False)[0] for h in self.hidden]
         yield a.qkv, lambda: x
-        for i, (step, kv) in enumerate(self.steps()):
+        for i, (step, kv) in enumerate(self.steps):
             x[i] = a.attend(a.project(x[i], kv, step), kv, step).flatten(1)
         yield a.o, lambda: x
         for i, h in enumerate(self.hidden):
-            normed, self.hidden[i] = layer.post_norm(a.o(x[i]), h, False)
-            x[i] = _floats(normed)
+            x[i], self.hidden[i] = layer.post_norm(a.o(x[i]), h, False)
         yield m.gate_up, lambda: x
-        inner = lambda: (_floats(m.inner(rows, False)) for rows in x)  # noqa: E731
+        inner = lambda: (m.inner(rows, False) for rows in x)  # noqa: E731
         kept = list(inner()) if len(x) <= KEPT else None
         yield m.down, lambda: kept or inner()
         for i, rows in enumerate(kept or inner()):
             self.hidden[i] = (m.down(rows).float() + self.hidden[i].float()).to(dtype)
 
 
-def quantize_layer(
-    layer: Layer, stream: Stream, reference: Stream | None, schemes: Mapping[str, Scheme], recipe: Recipe,
-    scale_dtype: torch.dtype,
-) -> dict[str, Quantized]:
+def quantize_layer(layer: Layer, stream: Stream, reference: Stream | None, schemes: Mapping[str, Scheme], recipe: Recipe,
+                   scale_dtype: torch.dtype) -> dict[str, Quantized]:
     """Quantize an editable layer in place and carry the stream through it, each linear's input as those before it, already
     quantized, produce it. reference: the float model's stream, carried along when `recipe.drift`."""
     done: dict[str, Quantized] = {}
@@ -161,7 +146,7 @@ def quantize_layer(
             largest = torch.stack([rows.abs().max().float() for rows in x()]).max()
             if not torch.isfinite(largest):
                 raise ValueError(f"{projection.names[0]}: its calibration inputs hold NaN or infinity: no FP8 scale fits")
-            act_scale = float(storable(largest / FP8_LARGEST, scale_dtype).clamp_min(2.0**-24))
+            act_scale = float(storable(largest / FP8.qmax, scale_dtype).clamp_min(2.0**-24))
         if recipe.needs_calibration:
             act = scheme.act if recipe.true_activations else None
             drift = 0.0 if clean is None else recipe.drift
@@ -181,56 +166,33 @@ def twin(layer: Layer) -> Layer:
                    mlp=replace(m, gate_up=copy(m.gate_up), down=copy(m.down)))
 
 
-class OneLayer:
-    """Layer `index` of a source, shown as a source of a one-layer model: how layers are streamed from disk."""
+class Floats:
+    """A source of float tensors on a device, some of them, by name, in the place of the source's."""
 
-    def __init__(self, source: Source, index: int, hidden_size: int, device: torch.device,
-                 changed: Mapping[str, Tensor] | None = None) -> None:
-        self.source, self.config, self.device, self.changed = source, source.config, device, changed or {}
-        self.prefix = f"model.layers.{index}."
-        self.ends = {"model.embed_tokens.weight": torch.zeros(1, hidden_size), "model.norm.weight": torch.ones(hidden_size)}
+    def __init__(self, source: Source, device: torch.device, changed: Mapping[str, Tensor]) -> None:
+        self.source, self.device, self.changed = source, device, changed
+        self.config, self.has, self.unread = source.config, source.has, source.unread
 
-    def _name(self, name: str) -> str:
-        return self.prefix + name.removeprefix("model.layers.0.")
-
-    def has(self, name: str) -> bool:
-        return name in self.ends or (name.startswith("model.layers.0.") and self.source.has(self._name(name)))
-
-    def get(self, name: str) -> Tensor | QTensor:
-        if name in self.ends:
-            return self.ends[name]
-        there = self._name(name)
-        value = self.changed.get(there)
-        value = self.source.get(there) if value is None else value
+    def get(self, name: str) -> Tensor:
+        value = self.changed[name] if name in self.changed else self.source.get(name)
         return (dequantize(value) if isinstance(value, QTensor) else value).to(self.device)
 
     def act(self, name: str) -> Spec | None:
         return None
 
-    def unread(self) -> list[str]:
-        return []
 
-
-def build_layer(
-    source: Source, config: ModelConfig, index: int, device: torch.device, dtype: torch.dtype, length: int,
-    changed: Mapping[str, Tensor] | None = None,
-) -> Layer:
-    """One editable layer with float weights, its linears named as in the whole model. length: longest sequence it will run.
-    changed: tensors, by their name in the whole model, that take the place of the source's."""
-    alone = replace(config, num_layers=1, windows=config.windows[index : index + 1], vocab_size=1, tie_embeddings=True,
-                    max_position=min(config.max_position, length))
-    layer = build(alone, OneLayer(source, index, config.hidden_size, device, changed), device, dtype, editable=True).layers[0]
-    for projection in layer.projections:
-        projection.parts = tuple(
-            replace(part, name=part.name.replace("layers.0.", f"layers.{index}.", 1)) for part in projection.parts
-        )
-    return layer
+def build_layer(source: Source, config: ModelConfig, index: int, device: torch.device, dtype: torch.dtype, length: int,
+                changed: Mapping[str, Tensor] | None = None) -> Layer:
+    """One editable layer with float weights. length: longest sequence it will run. changed: tensors that take the place of the
+    source's."""
+    cos_sin = cos_sin_table(config.rope, config.head_dim, min(config.max_position, length), device)
+    return read_layer(config, Floats(source, device, changed or {}), index, cos_sin, device, dtype, editable=True)
 
 
 def calibration_step(config: ModelConfig, tokens: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Step, LayerKV]:
     """Addresses and a float cache for int64 [samples, L] tokens run in one step."""
     step = window_step(tokens.to(device))
-    kv = scratch_kv(replace(config, num_layers=1), FLOAT_KV[dtype], step.block_table.numel(), device, dtype)[0]
+    kv = scratch_kv(replace(config, num_layers=1), FLOAT_KV[dtype], step.block_table.numel(), device)[0]
     return step, kv
 
 
@@ -245,16 +207,6 @@ def take_windows(token_ids: Sequence[int], samples: int, length: int) -> Tensor:
                          "use more text or shorter sequences")
     starts = [round(spare * i / max(samples - 1, 1)) for i in range(samples)]
     return torch.tensor([list(token_ids[start : start + length]) for start in dict.fromkeys(starts)])
-
-
-def dense(weight: Any) -> Tensor:
-    """A linear's weight as fp32 values."""
-    return dequantize(weight) if isinstance(weight, QTensor) else weight.float()
-
-
-def _floats(x: Tensor | Rows) -> Tensor:
-    assert isinstance(x, Tensor)
-    return x
 
 
 def split(q: QTensor, parts: Sequence[Part]) -> list[QTensor]:

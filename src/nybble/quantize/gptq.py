@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nybble.formats.numerics import FLOAT8
+from nybble.formats.numerics import FLOAT8, reciprocal
 from nybble.formats.qtensor import QTensor, cut, dequantize, expand
 from nybble.formats.spec import Num, Spec
 from nybble.quantize.rtn import absmax_scale, check_spec, mse_scale, settle, with_scale
@@ -88,17 +88,16 @@ def output_error(weight: Tensor, q: QTensor, moment: Tensor) -> float:
 def damped(moment: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
     """(H + damping, the lower Cholesky factor of it with both axes reversed), both fp64 [K, K].
 
-    A dead input channel gets 1 on its diagonal: it is then rounded to nearest and shares no error.
+    A dead input channel gets the others' mean on its diagonal: it is then rounded to nearest and shares no error.
     Raises ValueError naming the layer when H is not finite or does not factor at any damping up to 1.
     """
     if not torch.isfinite(moment).all():
-        raise ValueError(
-            f"{name}: its calibration inputs hold NaN or infinity (an overflow in a layer before it, or a damaged checkpoint)"
-        )
+        raise ValueError(f"{name}: its calibration inputs hold NaN or infinity (an overflow in a layer before it, or a damaged "
+                         "checkpoint)")
     h = moment.double().clone()
     diagonal = h.diagonal()
-    diagonal[diagonal <= 0] = 1.0
-    mean = float(diagonal.mean())
+    mean = float(diagonal.sum() / (diagonal > 0).sum().clamp_min(1)) or 1.0
+    diagonal[diagonal <= 0] = mean
     while damping <= LARGEST_DAMPING:
         trial = h.clone()
         trial.diagonal().add_(damping * mean)
@@ -121,14 +120,8 @@ def follow(weight: Tensor, moment: Tensor, cross: Tensor, damping: float, name: 
     return torch.cat([(rows.double() @ turn).float() for rows in weight.split(ROWS)])
 
 
-def quantize_gptq(
-    weight: Tensor,
-    moment: Tensor,
-    spec: Spec,
-    scale_dtype: torch.dtype = torch.float16,
-    options: GptqOptions = GptqOptions(),
-    name: str = "this layer",
-) -> QTensor:
+def quantize_gptq(weight: Tensor, moment: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float16,
+                  options: GptqOptions = GptqOptions(), name: str = "this layer") -> QTensor:
     """float [N, K] weight, [K, K] mean of x x^T -> QTensor of `spec` (symmetric, per channel or contiguous groups).
 
     Runs on the weight's device. Rows are independent: linears that share an input may be stacked. Raises ValueError (with
@@ -167,10 +160,6 @@ def _per_channel(scale: Tensor, shape: tuple[int, int], order: Tensor) -> Tensor
     return expand(scale, shape)[:, order].t().contiguous()
 
 
-def _reciprocal(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
-
-
 def one_block(state: Tensor, codes: Tensor, scale: Tensor, matrix: Tensor, start: int, stop: int, num: Num,
               sweep: bool) -> Tensor:
     """Round channels [start, stop), each seeing what the ones before it in the block did. All [K, N] fp32: channels are rows.
@@ -184,7 +173,7 @@ def one_block(state: Tensor, codes: Tensor, scale: Tensor, matrix: Tensor, start
 
         return compiled(state, codes, scale, matrix, start, stop, num, sweep)
     moved = torch.empty_like(state[start:stop])
-    inverse = _reciprocal(scale[start:stop])
+    inverse = reciprocal(scale[start:stop])
     for j in range(start, stop):
         out, old = moved[j - start], codes[j].clone() if sweep else None
         if old is None:
@@ -211,9 +200,8 @@ def _descend(state: Tensor, codes: Tensor, scale: Tensor, matrix: Tensor, spec: 
         state[stop:].addmm_(matrix[start:stop, stop:].t(), moved, alpha=-1.0)
 
 
-def refit_scale(
-    weight: Tensor, codes: Tensor, scale: Tensor, spec: Spec, order: Tensor, h: Tensor, scale_dtype: torch.dtype
-) -> Tensor:
+def refit_scale(weight: Tensor, codes: Tensor, scale: Tensor, spec: Spec, order: Tensor, h: Tensor,
+                scale_dtype: torch.dtype) -> Tensor:
     """The scales that minimize tr(E H E^T) for given codes: a least-squares problem of one unknown per group and row.
 
     weight, codes [N, K] in rounding `order`, h [K, K] likewise; scale [N, G] -> [N, G]. Rows whose solution is not positive

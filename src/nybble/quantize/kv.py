@@ -6,9 +6,7 @@ otherwise (reference: its rounding is relative), which is why no percentile is s
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +14,17 @@ import torch
 from torch import Tensor
 
 from nybble.checkpoint import convert_checkpoint, open_checkpoint
-from nybble.checkpoint.write import remove_aside, replace_directory
+from nybble.checkpoint.write import staged
 from nybble.formats.spec import FP8
 from nybble.hardware import pick_device
 from nybble.models import load_model
 from nybble.models.decoder import Decoder
+from nybble.models.load import Progress
 from nybble.models.window import FLOAT_KV, hidden_window, scratch_kv, window_step
 from nybble.quantize.calibrate import take_windows
 from nybble.quantize.recipe import shipped_text
 from nybble.text import load_tokenizer, read_text
 
-Progress = Callable[[str, float], None]
 Pair = tuple[float | Tensor, float | Tensor]
 
 MIN_TOKENS = 1024  # a maximum over fewer says little about what comes later: one engine froze its scales on a 13-token probe
@@ -97,19 +95,14 @@ def calibrate_kv(path: str | Path, calibration: str | Path | None = None, per_he
                  sequence_length: int = 512, device: str | torch.device | None = None, activations: str | None = None,
                  progress: Progress | None = None) -> KvScales:
     """`kv_scales` of a checkpoint on a text file (None: the text that comes with the package)."""
-    target = device if isinstance(device, torch.device) else pick_device(device)
     text = shipped_text() if calibration is None else read_text(calibration)
     ids = load_tokenizer(path).encode(text, add_special=False)
-    model = load_model(open_checkpoint(path, activations), target, progress=progress)
+    model = load_model(open_checkpoint(path, activations), pick_device(device), progress=progress)
     windows = take_windows(ids, samples, min(sequence_length, model.config.max_position, max(len(ids), 1)))
     return kv_scales(model, windows, per_head, progress)
 
 
 def add_kv_scales(path: Path, scales: KvScales, format: str = "compressed-tensors") -> None:
     """Write a checkpoint that Nybble wrote again, in its place, with scales."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".nybble", dir=path.parent))
-    try:
-        convert_checkpoint(path, aside / "new", format, scales=scales.scales)
-        replace_directory(aside / "new", path, aside / "old")
-    finally:
-        remove_aside(aside)
+    with staged(path.absolute()) as partial:
+        convert_checkpoint(path, partial, format, scales=scales.scales)

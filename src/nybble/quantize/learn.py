@@ -44,9 +44,7 @@ class _Scales:
 
     def __init__(self, projection: Projection, stored: torch.dtype) -> None:
         self.parts, self.stored = projection.parts, stored
-        weights = [part.weight for part in self.parts if isinstance(part.weight, QTensor)]
-        assert len(weights) == len(self.parts)
-        self.q = join(weights)
+        self.q = join([part.weight for part in self.parts])
         self.codes = self.q.codes.float()
         self.scale = self.q.scale if self.q.over is None else self.q.scale * self.q.over
         biases = [part.bias for part in self.parts if part.bias is not None]

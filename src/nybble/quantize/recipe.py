@@ -14,19 +14,9 @@ import typing
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
-from nybble.formats.spec import (
-    FP8,
-    INT4,
-    INT8_CHANNEL,
-    PER_TOKEN_FP8,
-    PER_TOKEN_INT8,
-    SCHEMES,
-    Scheme,
-    Spec,
-    fit_group,
-    scheme_of,
-)
+from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_INT8, SCHEMES, Scheme, Spec, fit_group, scheme_of
 from nybble.text import read_text
 
 METHODS = ("rtn", "gptq")
@@ -42,66 +32,58 @@ SITES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """scheme: "w4a8", "w4a16", "w8a8", "w8a16" or "fp8". group: input channels per scale of 4-bit weights, 0 is one scale
-    per channel; a layer that it does not divide takes `formats.spec.fit_group`. 8-bit weights are always per channel.
-    method: "rtn" (no calibration) or "gptq".
+    """The keys of a recipe file, each with its default. `key_table` lists them for people."""
 
-    group_scales: "float", or "int": in groups of 128 the scales are whole multiples (0 to 16) of one per channel, which the
-    integer kernel multiplies in before the sum; others read the same checkpoint as ordinary groups.
-    bits: above 0, schemes are chosen layer by layer (see `auto`) within this average of bits per weight over the linears.
-    layers: what was chosen, "3.down" -> name of a scheme; when given, nothing is measured. measured: why, in words.
-
-    mse: search scales instead of absmax. damping, act_order, sweeps: see `gptq.GptqOptions`. true_activations: Hessians of
-    the inputs as the quantized model rounds them. static_activations: FP8 inputs share one scale per linear, the largest on
-    calibration text / 448, instead of one per token. drift: 0 to 1, how much of the error that quantized layers before
-    brought in a layer's weights are moved to undo (0.5 fits calibration text less closely than 1 and does better on others).
-    learn_scales: passes over the calibration tokens that tune each layer's scales and norm weights, codes as they are, towards
-    the float layer's output (see `learn`).
-    transform: change of basis before rounding, "rotate+smooth" one after the other; "auto" rotates where inputs are
-    int8 and a rotation of the model's size is known (smooths where not, and w8a8 without online_hadamard in both cases), else
-    leaves all alone. online_hadamard: the input of down_proj, where outliers are largest, is turned at run time too, in the
-    kernel that makes it; only Nybble runs such a checkpoint.
-
-    head: "16bit", or "w8a8" for the logits, rounded to nearest. A head that is the embedding stays as it is.
-
-    samples x sequence_length: calibration tokens, taken from `calibration` (a description) with hash `text_hash`, in order.
-    seed: the random signs of a rotation. made_with: versions, for the record.
-    """
-
-    scheme: str = "w4a8"
-    group: int = 128
-    group_scales: str = "int"
-    bits: float = 0.0
-    method: str = "gptq"
-    mse: bool = True
-    damping: float = 0.01
-    act_order: bool = True
-    sweeps: int = 2
-    true_activations: bool = True
-    static_activations: bool = False
-    drift: float = 0.5
-    learn_scales: int = 0
-    transform: str = "auto"
-    online_hadamard: bool = False
-    head: str = "16bit"
-    samples: int = 16
-    sequence_length: int = 1024
-    seed: int = 0
-    calibration: str = "shipped"
-    text_hash: str = ""
-    made_with: str = ""
-    layers: dict[str, str] = field(default_factory=dict)
-    measured: dict[str, str] = field(default_factory=dict)
+    scheme: Annotated[str, "w4a8, w4a16, w8a8, w8a16 or fp8: the bits of weights and activations."] = "w4a8"
+    group: Annotated[int, """Input channels per scale of 4-bit weights; 0 is one scale per channel. A layer that it does not
+        divide takes the largest power of two from 32 up that does, else one per channel. 8-bit weights are always per
+        channel."""] = 128
+    group_scales: Annotated[str, """int: in groups of 128 under int8 activations the scales are whole multiples (0 to 16) of one
+        per channel, which the integer kernel multiplies in before the sum; others read the same checkpoint as ordinary groups.
+        float: they are free."""] = "int"
+    bits: Annotated[float, """Above 0, schemes are chosen layer by layer, within this average of bits per weight over the
+        linears, scales included, by how far each moves the model's predictions."""] = 0.0
+    method: Annotated[str, "gptq, or rtn: round to nearest, without calibration."] = "gptq"
+    mse: Annotated[bool, "Search the scales that lose least, instead of the largest weight's."] = True
+    damping: Annotated[float, """GPTQ: share of the mean diagonal that is added to the Hessian, tenfold as long as it does not
+        factor."""] = 0.01
+    act_order: Annotated[bool, "GPTQ: the heaviest input channels first."] = True
+    sweeps: Annotated[int, "GPTQ: refinement passes after the greedy one, with the scales refitted in between."] = 2
+    true_activations: Annotated[bool, "Hessians of the inputs as the quantized model rounds them."] = True
+    static_activations: Annotated[bool, """FP8 inputs share one scale per linear, the largest on calibration text / 448, instead
+        of one per token."""] = False
+    drift: Annotated[float, """0 to 1: how much of the error that quantized layers before brought in a layer's weights are moved
+        to undo. 0.5 fits calibration text less closely than 1 and does better on others."""] = 0.5
+    learn_scales: Annotated[int, """Passes over the calibration tokens that tune each layer's scales and norm weights, codes as
+        they are, towards the float layer's output."""] = 0
+    transform: Annotated[str, """Change of basis before rounding: none, smooth, rotate, or rotate+smooth, one after the other.
+        auto rotates where inputs are int8 and a rotation of the model's size is known (smooths where not, and w8a8 without
+        online_hadamard in both cases), else is none."""] = "auto"
+    online_hadamard: Annotated[bool, """The input of down_proj, where outliers are largest, is turned at run time too, in the
+        kernel that makes it; only Nybble runs such a checkpoint."""] = False
+    head: Annotated[str, """16bit, or w8a8 for the logits, rounded to nearest. A head that is the embedding stays as it
+        is."""] = "16bit"
+    samples: Annotated[int, "Calibration sequences."] = 16
+    sequence_length: Annotated[int, "Tokens of each."] = 1024
+    seed: Annotated[int, "Of the random signs of a rotation, and the order that scales are learned in."] = 0
+    calibration: Annotated[str, "For the record: the calibration text's name."] = "shipped"
+    text_hash: Annotated[str, "For the record: its hash."] = ""
+    made_with: Annotated[str, "For the record: versions."] = ""
+    layers: Annotated[dict[str, str], """Schemes by place, as in "3.down" = "w8a8" for layer 3's down projection; the places are
+        qkv, o, gate_up and down, and names like w4a8_g64 say the group. With it nothing is measured for bits."""] = field(
+            default_factory=dict)
+    measured: Annotated[dict[str, str], "For the record: the errors that bits was spent by."] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        schemes = sorted({name.split("_")[0] for name, s in SCHEMES.items() if s.weight is not None})
+        writable = [name for name, s in SCHEMES.items() if s.weight is not None and not s.weight.zero]
+        schemes = sorted({name.split("_")[0] for name in writable})
         for name, ok, wanted in (
             ("scheme", self.scheme in schemes, f"one of {', '.join(schemes)}"),
             ("group", self.group == 0 or self.group >= 32, "0 (per channel) or 32 and more"),
             ("group_scales", self.group_scales in ("float", "int"), "float or int"),
             ("bits", self.bits == 0 or (4 <= self.bits <= 9 and self.scheme.startswith("w4")),
              "0 (every layer alike), or 4 to 9 with a scheme of 4-bit weights"),
-            ("layers", all(name in SCHEMES for name in self.layers.values()), f"schemes out of {', '.join(SCHEMES)}"),
+            ("layers", all(name in writable for name in self.layers.values()), f"schemes out of {', '.join(writable)}"),
             ("method", self.method in METHODS, f"one of {', '.join(METHODS)}"),
             ("static_activations", self.scheme == "fp8" or not self.static_activations, "false with a scheme other than fp8"),
             ("damping", 0.0 < self.damping <= 1.0, "above 0, up to 1"),
@@ -120,15 +102,13 @@ class Recipe:
     def spec(self) -> Spec:
         """The weight spec asked for, before a layer's width has its say."""
         weight = SCHEMES[self.scheme].weight
-        assert weight is not None
         return weight.with_group(self.group or None) if weight.num.bits == 4 else weight
 
     def scheme_for(self, in_features: int, place: str = "") -> Scheme:
         """What a linear of this width gets. place: "3.down" for layer 3's down projection."""
         chosen = SCHEMES.get(self.layers.get(place, ""))
         spec, act = (self.spec, SCHEMES[self.scheme].act) if chosen is None else (chosen.weight, chosen.act)
-        assert spec is not None
-        if self.static_activations and act == PER_TOKEN_FP8:
+        if self.static_activations and act is not None and act.num == FP8:
             act = Spec(FP8, (None, None))
         spec = spec.with_group(fit_group(spec.group, in_features))
         whole = self.group_scales == "int" and (spec.group, spec.num, act) == (128, INT4, PER_TOKEN_INT8)
@@ -183,7 +163,7 @@ def from_dict(values: dict[str, object]) -> Recipe:
             continue
         if type(value) is not kind:
             raise ValueError(f"recipe: {key} = {value!r} is a {type(value).__name__}; wants {kind.__name__}")
-    return Recipe(**{k: float(v) if types[k] is float else v for k, v in values.items()})  # type: ignore[arg-type]
+    return Recipe(**{k: float(v) if types[k] is float else v for k, v in values.items()})
 
 
 def from_toml(text: str) -> Recipe:
@@ -192,6 +172,16 @@ def from_toml(text: str) -> Recipe:
         return from_dict(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"recipe: not TOML: {error}") from error
+
+
+def key_table() -> str:
+    """The keys of a recipe file, as a table in Markdown."""
+    blank, rows = Recipe(), ["| key | default | meaning |", "|---|---|---|"]
+    for key, kind in typing.get_type_hints(Recipe, include_extras=True).items():
+        default = getattr(blank, key)
+        shown = f"[{key}]" if isinstance(default, dict) else json.dumps(default)
+        rows.append(f"| `{key}` | `{shown}` | {' '.join(kind.__metadata__[0].split())} |")
+    return "\n".join(rows) + "\n"
 
 
 def shipped_text() -> str:

@@ -25,7 +25,8 @@ from nybble.formats.spec import Scheme
 
 Tensors = list[tuple[str, Tensor | QTensor]]
 SHARE = 0.1  # of the time may go into saving the stream
-OURS = re.compile(r"lock|key\.json|measured\.json|(stream|layer\d+)(\.tmp)?")  # the only names written, and so removed
+NOTES = ("measured", "unlearned")
+OURS = re.compile(rf"lock|(key|{'|'.join(NOTES)})\.json|(stream|layer\d+)(\.tmp)?")  # the only names written, and so removed
 
 
 class Saved:
@@ -37,7 +38,8 @@ class Saved:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.due, self.finished = folder, 0.0, 0
-        if os.path.lexists(folder) and not _is_ours(folder):
+        ours = folder.is_dir() and ((folder / "lock").exists() or not any(folder.iterdir()))
+        if os.path.lexists(folder) and not ours:
             raise ValueError(f"{folder} exists and was not written by Nybble, which keeps unfinished work under that name: "
                              "move it away, or choose another output directory")
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,11 +50,9 @@ class Saved:
                              "directory") from None
         marker = folder / "key.json"
         try:
-            if marker.is_file() and marker.read_text(encoding="utf-8") == key:
+            if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == json.loads(key):
                 self.finished = self._check()
                 return
-            if marker.is_file():
-                json.loads(marker.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             reason = str(error).partition("\n")[0]
             warnings.warn(f"{folder}, an earlier run's unfinished work, is damaged ({reason}): starting over", stacklevel=3)
@@ -61,7 +61,8 @@ class Saved:
 
     def _check(self) -> int:
         """How many layers are finished; raises what reading a damaged file raises."""
-        self.noted("measured")
+        for name in NOTES:
+            self.noted(name)
         if not (self.folder / "stream").is_file():
             return 0
         finished = int(self._meta("stream")["finished"])
@@ -84,6 +85,7 @@ class Saved:
             self.lock.close()
 
     def note(self, name: str, value: object) -> None:
+        """Something else to go on with. name: of `NOTES`."""
         (self.folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
 
     def noted(self, name: str) -> object | None:
@@ -145,17 +147,3 @@ class Saved:
         own = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
         save_file(own, str(self.folder / f"{name}.tmp"), metadata=meta)
         os.replace(self.folder / f"{name}.tmp", self.folder / name)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether a run made it: by its key, or, where that is damaged or was never written, by there being nothing else."""
-    if not folder.is_dir():
-        return False
-    names = {file.name for file in folder.iterdir()}
-    if "key.json" not in names:
-        return names <= {"lock"}
-    try:
-        key = json.loads((folder / "key.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return len(names) > 1 and all(OURS.fullmatch(name) for name in names)
-    return isinstance(key, list) and len(key) == 5 and isinstance(key[0], dict)

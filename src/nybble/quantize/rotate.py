@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nybble.formats.qtensor import QTensor, dequantize
+from nybble.formats.qtensor import QTensor, dense, dequantize
 from nybble.formats.spec import Spec
 from nybble.kernels.reference import hadamard_blocks
 from nybble.models.config import ModelConfig
@@ -96,8 +96,7 @@ class OnlineHadamard:
         value = self.source.get(name)
         if not name.endswith(".down_proj.weight"):
             return value
-        wide = dequantize(value, torch.float64) if isinstance(value, QTensor) else value.double()
-        return hadamard_blocks(wide, self.size).float()
+        return hadamard_blocks(dense(value, torch.float64), self.size).float()
 
 
 class Rotated:
@@ -108,12 +107,9 @@ class Rotated:
     """
 
     def __init__(self, source: Source, config: ModelConfig, seed: int, device: torch.device) -> None:
-        reason = can_rotate(config)
-        if reason is not None:
-            raise ValueError(f"cannot rotate: {reason}")
+        if (reason := can_rotate(config)) is not None:
+            raise ValueError(f"transform = rotate: {reason}; transform = smooth or none would do")
         matrix, head = hadamard(config.hidden_size), hadamard(config.head_dim)
-        assert matrix is not None
-        assert head is not None
         signs = torch.randint(0, 2, (config.hidden_size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
         self.turn = (signs.double()[:, None] * matrix).to(device)  # x -> x @ turn
         self.turn_head = head.to(device)

@@ -55,7 +55,7 @@ def snap(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24) - 4
     drop = 2.0 ** (24 - bits) + 1  # Veltkamp: c - (c - x) with c = x * drop keeps the top bits
     top = scale.amax(1, keepdim=True)
-    best = best_loss = unit_of = None
+    best, best_unit, best_loss = torch.zeros_like(scale), torch.zeros_like(top), torch.full_like(top, torch.inf)
     for reach in [8 + step / 4 for step in range(4 * (WHOLE - 8) + 1)]:
         unit = top / reach
         unit = unit * drop - (unit * drop - unit)
@@ -64,14 +64,10 @@ def snap(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         whole = torch.round(scale / unit.clamp_min(1e-38)).clamp_(0, WHOLE)
         error = torch.where(scale > 0, whole * unit / scale.clamp_min(1e-30) - 1, torch.zeros_like(scale))
         loss = error.square().sum(1, keepdim=True)
-        if best is None or best_loss is None or unit_of is None:
-            best, best_loss, unit_of = whole, loss, unit
         better = loss < best_loss
-        best, unit_of = torch.where(better, whole, best), torch.where(better, unit, unit_of)
+        best, best_unit = torch.where(better, whole, best), torch.where(better, unit, best_unit)
         best_loss = torch.where(better, loss, best_loss)
-    assert best is not None
-    assert unit_of is not None
-    return best, torch.where(top > 0, unit_of, torch.zeros_like(unit_of))
+    return best, torch.where(top > 0, best_unit, torch.zeros_like(best_unit))
 
 
 def settle(scale: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
@@ -118,9 +114,8 @@ def mse_scale(weight: Tensor, spec: Spec, scale_dtype: torch.dtype, importance: 
     return best
 
 
-def quantize_rtn(
-    weight: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float16, mse: bool = False, name: str = "this layer"
-) -> QTensor:
+def quantize_rtn(weight: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float16, mse: bool = False,
+                 name: str = "this layer") -> QTensor:
     """Round to nearest. float [N, K] -> QTensor of `spec`; scales absmax / qmax, or searched with `mse`.
 
     Raises ValueError when a weight is not finite, or when the spec or its group does not fit.

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nybble.formats.qtensor import dequantize
+from nybble.formats.qtensor import dense, dequantize
 from nybble.formats.spec import Scheme
 from nybble.kernels.types import LayerKV, Step
 from nybble.models.config import ModelConfig
 from nybble.models.decoder import Layer
-from nybble.quantize.calibrate import as_seen, dense
+from nybble.quantize.calibrate import as_seen
 from nybble.quantize.rtn import quantize_rtn
 
 ALL_SITES = ("qkv", "o", "gate_up", "down")
@@ -27,10 +27,8 @@ POWERS = (0.2, 0.35, 0.5, 0.65, 0.8)
 THRESHOLDS = tuple(0.7**step for step in range(18))  # of the largest input, down to 0.2 %
 
 
-def smooth_layer(
-    layer: Layer, hidden: Tensor, kv: LayerKV, step: Step, config: ModelConfig, schemes: Mapping[str, Scheme],
-    sites: tuple[str, ...] = ALL_SITES,
-) -> dict[str, Tensor]:
+def smooth_layer(layer: Layer, hidden: Tensor, kv: LayerKV, step: Step, config: ModelConfig, schemes: Mapping[str, Scheme],
+                 sites: tuple[str, ...] = ALL_SITES) -> dict[str, Tensor]:
     """Search the factors of a float layer's sites ("qkv", "o", "gate_up", "down") on its input hidden [T, H]. schemes: by
     module, what its linears will be rounded to.
 
@@ -45,35 +43,27 @@ def smooth_layer(
     at = parts["q_proj"].name.removesuffix("self_attn.q_proj")
     changed: dict[str, Tensor] = {}
 
-    def scale_columns(names: tuple[str, ...], factors: Tensor) -> None:
-        for name in names:
-            weights[name] = weights[name] * factors
-            changed[f"{parts[name].name}.weight"] = weights[name]
-
-    def shrink_rows(name: str, factors: Tensor) -> None:
-        weights[name] = weights[name] / factors[:, None]
-        changed[f"{parts[name].name}.weight"] = weights[name]
-        if name in biases:
-            changed[f"{parts[name].name}.bias"] = biases[name] / factors
-
-    for site, names, norm in (
-        ("qkv", ("q_proj", "k_proj", "v_proj"), "input_layernorm"),
-        ("gate_up", ("gate_proj", "up_proj"), "post_attention_layernorm"),
+    norms = {"input_layernorm": layer.input_norm.weight, "post_attention_layernorm": layer.post_norm.weight}
+    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+    for site, names, before, shared in (  # before: what makes the input, and takes the factors' inverse
+        ("qkv", ("q_proj", "k_proj", "v_proj"), "input_layernorm", None),
+        ("gate_up", ("gate_proj", "up_proj"), "post_attention_layernorm", None),
+        ("o", ("o_proj",), "v_proj", heads), ("down", ("down_proj",), "up_proj", None),
     ):
-        if site in sites:
-            factors = search(inputs[names[0]], torch.cat([weights[name] for name in names]), schemes[parts[names[0]].name])
-            scale_columns(names, factors)
-            weight = (layer.input_norm if site == "qkv" else layer.post_norm).weight
-            changed[f"{at}{norm}.weight"] = weight / factors
-    if "o" in sites:
-        shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
-        factors = search(inputs["o_proj"], weights["o_proj"], schemes[parts["o_proj"].name], shape)
-        scale_columns(("o_proj",), factors)
-        shrink_rows("v_proj", factors.view(shape)[:, 0].flatten())
-    if "down" in sites:
-        factors = search(inputs["down_proj"], weights["down_proj"], schemes[parts["down_proj"].name])
-        scale_columns(("down_proj",), factors)
-        shrink_rows("up_proj", factors)
+        if site not in sites:
+            continue
+        stacked = torch.cat([weights[name] for name in names])
+        factors = search(inputs[names[0]], stacked, schemes[parts[names[0]].name], shared)
+        for name in names:
+            changed[f"{parts[name].name}.weight"] = weights[name] = weights[name] * factors
+        if shared is not None:
+            factors = factors.view(shared)[:, 0].flatten()
+        if before in norms:
+            changed[f"{at}{before}.weight"] = norms[before] / factors
+            continue
+        changed[f"{parts[before].name}.weight"] = weights[before] = weights[before] / factors[:, None]
+        if before in biases:
+            changed[f"{parts[before].name}.bias"] = biases[before] / factors
     return changed
 
 
@@ -92,15 +82,13 @@ def search(x: Tensor, weight: Tensor, scheme: Scheme, shared: tuple[int, int, in
     trials = [(largest / (part * largest.amax()).clamp_min(1e-10)).clamp_min(1.0) for part in THRESHOLDS]
     for power in POWERS:
         trials += [largest.clamp_min(1e-6) ** power / heaviest ** (1 - power), usual**power]
-    spec = scheme.weight
-    assert spec is not None
     wanted = x @ weight.t()
     share = 1.0 / wanted.square().sum(1, keepdim=True).clamp_min(1e-20)  # every token counts alike, massive ones included
     best, best_loss = torch.ones_like(largest), torch.inf
     for factors in trials:
         factors = (factors / factors.amin()).clamp_max(1e4)
         scaled = weight * factors
-        rounded = dequantize(quantize_rtn(scaled, spec, torch.float32))
+        rounded = dequantize(quantize_rtn(scaled, scheme.weight, torch.float32))
         loss = float((as_seen(x / factors, scheme.act) @ rounded.t() - wanted).square().mul_(share).sum())
         if loss < best_loss:
             best, best_loss = factors, loss

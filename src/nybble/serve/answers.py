@@ -5,6 +5,7 @@ It knows neither HTTP nor the engine. Source: the OpenAI API reference (chat/com
 
 from __future__ import annotations
 
+import sys
 import time
 from uuid import uuid4
 
@@ -41,16 +42,19 @@ class ChatAnswer(Answer):
                  tools: Tools | None) -> None:
         super().__init__(model, tokenizer, params, body)
         self._texts = None if tools is None else [ToolText(tools.form) for _ in range(params.n)]
+        self._most_calls = 1 if body.parallel_tool_calls is False else sys.maxsize
 
     def _split(self, index: int, text: str, reason: str | None) -> tuple[str, list[dict], str | None]:
         """Content, calls, and the reason of the end when the answer calls tools."""
         if self._texts is None:
             return text, [], reason
         content, calls = self._texts[index].push(text, reason is not None)
+        calls = [call for call in calls if call["index"] < self._most_calls]
         return content, calls, "tool_calls" if reason == "stop" and self._texts[index].count else reason
 
     def opening(self, index: int) -> list[dict]:
-        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
+        # With tools the content may stay none, as in an answer that is not streamed.
+        return [self._chunk(index, {"role": "assistant", "content": None if self._texts else "", "refusal": None})]
 
     def chunks(self, piece: Piece) -> list[dict]:
         out, (content, calls, reason) = [], self._split(piece.index, piece.text, piece.finish_reason)
@@ -66,7 +70,7 @@ class ChatAnswer(Answer):
         content, calls, reason = self._split(index, text, reason)
         message = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
         if calls:
-            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+            message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         return {"index": index, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
 
     @staticmethod

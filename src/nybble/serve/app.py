@@ -13,14 +13,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from nybble.config import VERSION
 from nybble.engine.client import EngineClient, EngineDied, RequestRefused
 from nybble.engine.messages import Info, SamplingParams, TokenLogprob
 from nybble.serve.answers import ChatAnswer, CompletionAnswer, Usage
@@ -44,8 +45,11 @@ OPEN_PATHS = frozenset({"/", "/health", "/version"})
 BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/tokenize": TokenizeRequest,
           "/detokenize": DetokenizeRequest}
 SHOWN = (*BODIES, "/v1/models", "/health", "/metrics", "/version")
+INFO_S = 2.0  # for the engine's figures
 SILENT_S = 120.0  # longer than any step, the first of a kind included
 LONG_TEXT = 20_000  # characters from which text work leaves the event loop
+# What JSON may hold as it is and no end of a line in an event stream, but is one for Python's str.splitlines.
+LINE_ENDS = {b"\\u%04x" % code: chr(code).encode() for code in (0x85, 0x2028, 0x2029)}
 encode = msgspec.json.encode
 
 
@@ -55,23 +59,18 @@ class Server:
 
     client: EngineClient
     tokenizer: Tokenizer
+    info: Info
     name: str
     max_waiting: int
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
-    info: Info | None = None
 
-    async def refresh(self, timeout_seconds: float = 2.0) -> Info | None:
+    async def refresh(self) -> Info | None:
         """The engine's figures now, or None when it is in a long step. Raises EngineDied."""
-        try:
-            self.info = await asyncio.wait_for(self.client.info(), timeout_seconds)
-        except TimeoutError:
-            return None
-        return self.info
-
-
-class ClientGone(Exception):
-    """The client hung up before its answer was complete."""
+        with suppress(TimeoutError):
+            self.info = await asyncio.wait_for(self.client.info(), INFO_S)
+            return self.info
+        return None
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: str | None = None, api_key: str | None = None,
@@ -83,8 +82,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
     api_key: wanted as `Authorization: Bearer KEY` on all but /, /health and /version. max_waiting: requests without a first
     token beyond which new ones get 503 with Retry-After. max_body_bytes: larger bodies get 413.
     """
-    server = Server(client, tokenizer, name or info.model, max_waiting, info=info)
-    app = FastAPI(title="Nybble", version=version("nybble"), docs_url=None, redoc_url=None)
+    server = Server(client, tokenizer, info, name or info.model, max_waiting)
+    app = FastAPI(title="Nybble", version=VERSION, docs_url=None, redoc_url=None)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, metrics=server.metrics)
     app.state.server = server
 
@@ -154,7 +153,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
 
     @app.get("/version")
     async def show_version() -> Response:
-        return _json({"version": app.version})
+        return _json({"version": VERSION})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -162,7 +161,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
         return Response(content, media_type="text/html", headers={"Content-Security-Policy":
                         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"})
 
-    for kind in HANDLED:
+    for kind in (RequestError, RequestRefused, EngineDied, EngineFailed, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     # FastAPI keeps the document it makes; it knows the routes, not the bodies.
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas(tuple(BODIES.values())))
@@ -294,11 +293,14 @@ async def _events(answer: ChatAnswer | CompletionAnswer, usage: Usage, first: Pi
 
 
 def _event(data: dict) -> bytes:
-    return b"data: " + encode(data) + b"\n\n"
+    body = encode(data)
+    for code, raw in LINE_ENDS.items():
+        body = body.replace(raw, code)
+    return b"data: " + body + b"\n\n"
 
 
-def _json(data: dict, status: int = 200) -> Response:
-    return Response(encode(data), status, media_type="application/json")
+def _json(data: dict) -> Response:
+    return Response(encode(data), media_type="application/json")
 
 
 def _model(server: Server) -> dict:
@@ -316,7 +318,7 @@ def _body(kind: type) -> dict:
 # Hanging up.
 
 async def until_gone(receive: Callable[[], Awaitable[dict]], work: Coroutine) -> Any:
-    """work's result. When the client hangs up first, cancels work, waits for its clean-up, and raises ClientGone."""
+    """work's result. When the client hangs up first, cancels work, waits for its clean-up, raises ClientDisconnect."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -326,7 +328,7 @@ async def until_gone(receive: Callable[[], Awaitable[dict]], work: Coroutine) ->
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise ClientGone
+            raise ClientDisconnect
         return tasks[0].result()
     finally:
         for task in tasks:
@@ -350,13 +352,8 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with suppress(ClientGone):
+        with suppress(ClientDisconnect):
             await until_gone(receive, pump())
-
-
-def path_of(scope: dict) -> str:
-    """The route's path: what clients make up must not grow the metrics."""
-    return getattr(scope.get("route"), "path", "other")
 
 
 class Gate:
@@ -372,9 +369,12 @@ class Gate:
             return
         headers, path, size = dict(scope["headers"]), scope["path"], 0
 
+        def count(status: int) -> None:  # by the route's path: what clients make up must not grow the metrics
+            self._metrics.responses.labels(getattr(scope.get("route"), "path", "other"), status).inc()
+
         async def counted(message: dict) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.responses.labels(path_of(scope), message["status"]).inc()
+                count(message["status"])
             await send(message)
 
         async def limited() -> dict:
@@ -397,7 +397,7 @@ class Gate:
         try:
             await self._app(scope, limited, counted)
         except Exception:  # answered outside of this middleware
-            self._metrics.responses.labels(path_of(scope), 500).inc()
+            count(500)
             raise
 
 
@@ -429,10 +429,7 @@ def _error(error: RequestError) -> Response:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it; the count of answers does
     known = _as_request_error(error, request)
     return _error(known or RequestError(500, f"internal error: {type(error).__name__}", code="internal_error"))
-
-
-HANDLED = (RequestError, RequestRefused, EngineDied, EngineFailed, ClientGone, HTTPException, Exception)

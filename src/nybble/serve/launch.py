@@ -83,17 +83,15 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
     """
     client, progress = EngineClient(config), progress or (lambda _: None)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    signals: list[int] = []
-
-    def on_signal(number: int) -> None:
-        signals.append(number)
-        stop.set()
-        if len(signals) > 1 and server is not None:  # the second one does not wait for running requests
-            server.force_exit = True
-
     server: Server | None = None
+
+    def on_signal() -> None:
+        if stop.is_set() and server is not None:  # the second one does not wait for running requests
+            server.force_exit = True
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, on_signal)
     stopping = asyncio.create_task(stop.wait())
     try:
         info = await _start(client, config, stopping, progress)
@@ -105,8 +103,10 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         dying = asyncio.create_task(_death(client))
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        progress(f"{options.get('name') or info.model} is served at http://{shown}:{port} (API: /v1, chat: /)")
+        url, name = f"http://{f'[{host}]' if ':' in host else host}:{port}", options.get("name") or info.model
+        progress(f"{name}: {info.scheme}, KV cache {info.kv} with room for {info.num_blocks * info.block_size:,} tokens, "
+                 f"{info.max_context:,} of them in one request")
+        progress(f"{name} is served at {url} (chat there in a browser; OpenAI clients: {url}/v1)")
         if not options.get("api_key") and not ipaddress.ip_address(host).is_loopback:
             progress("anyone who reaches this address can use it: --api-key asks for a key")
         await asyncio.wait({stopping, serving, dying}, return_when=asyncio.FIRST_COMPLETED)

@@ -45,10 +45,10 @@ class RequestError(Exception):
     """An HTTP error with OpenAI's error object. status: the HTTP code; param: the request field that is at fault."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 type: str | None = None, headers: dict[str, str] | None = None) -> None:
+                 headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers or {}
-        kind = type or ("invalid_request_error" if status < 500 else "server_error")
+        kind = "invalid_request_error" if status < 500 else "server_error"
         self.error = {"message": _clean(message), "type": kind, "param": param and _clean(param), "code": code}
 
     def body(self) -> bytes:
@@ -85,7 +85,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
 class Function(Struct, forbid_unknown_fields=True, kw_only=True):
     """parameters: a JSON schema; without one there are no arguments. strict: a call that tool_choice asks for always is."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    name: Annotated[str, Meta(max_length=128, pattern=r'^[^"\\\x00-\x1f]+$')]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -97,10 +97,16 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
-    """arguments: a JSON object, as text."""
+    """arguments: a JSON object, as text; or what a model wrote in its place, and got cut short, say."""
 
     name: str
     arguments: str
+
+    def for_template(self) -> dict[str, Any] | str:
+        try:
+            return msgspec.json.decode(self.arguments, type=dict)
+        except (msgspec.DecodeError, RecursionError):
+            return self.arguments
 
 
 class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -209,8 +215,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         more = {key: value for key, value in more.items() if value is not None}
         if self.tool_calls:
             more["tool_calls"] = [{"id": call.id, "type": "function", "function": {
-                "name": call.function.name, "arguments": msgspec.json.decode(call.function.arguments)}}
-                for call in self.tool_calls]
+                "name": call.function.name, "arguments": call.function.for_template()}} for call in self.tool_calls]
         return {"role": "system" if self.role == "developer" else self.role, "content": text, **more}
 
 
@@ -323,12 +328,6 @@ def check_messages(messages: list[Message]) -> None:
         for name, role in (("name", "tool"), ("tool_call_id", "tool"), ("tool_calls", "assistant")):
             if getattr(message, name) and message.role != role:
                 raise RequestError(400, f"{where}{name} is only for role {role}: leave it out", param=where + name)
-        for i, call in enumerate(message.tool_calls or ()):
-            try:
-                msgspec.json.decode(call.function.arguments, type=dict)
-            except (msgspec.DecodeError, RecursionError) as error:
-                field = f"{where}tool_calls[{i}].function.arguments"
-                raise RequestError(400, f"{field}: wants a JSON object as text ({error})", param=field) from None
 
 
 def decode(kind: type[T], body: bytes) -> T:

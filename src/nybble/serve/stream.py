@@ -137,8 +137,8 @@ async def pieces(client: EngineClient, tokenizer: Tokenizer, token_ids: list[int
                     break
         if live:
             raise EngineFailed("the engine's answer ended early")
-    except BaseException as error:  # leaving early is one that is no Exception
-        timer.failed("error" if isinstance(error, EngineFailed) else "refused" if isinstance(error, Exception) else "abort")
+    except BaseException as error:  # leaving early is one that is no Exception; a refusal is a ValueError
+        timer.failed("refused" if isinstance(error, ValueError) else "error" if isinstance(error, Exception) else "abort")
         raise
     finally:
         timer.close()

@@ -1,7 +1,8 @@
 """Tool calls: from what a model writes to OpenAI's `tool_calls`, and the grammar of a call that has to be made.
 
 How a model writes calls is what its chat template taught it: each format is known by a phrase of the template. Text leaves
-here only when it can no longer turn out to be a call, and a call only when its JSON is complete.
+here only when it can no longer turn out to be a call. A call is one as soon as its name and the brace that opens its arguments
+are there; from then on its arguments are what the model writes, letter by letter, valid or cut short: as OpenAI's are.
 Sources: the templates of Hermes-2-Pro and Qwen2.5 (`<tool_call>`), Mistral-7B-Instruct-v0.3 (`[TOOL_CALLS]`), Llama-3.1.
 """
 
@@ -41,7 +42,16 @@ FORMATS = {
 }
 OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # of formats that share a phrase with the above
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-AROUND = re.compile(rf"(?:{'|'.join(map(re.escape, TAGS))}|[\s\[\],;])*")  # what may stand before, between and after calls
+# What may stand before, between and after calls; a bracket only where it cannot begin a tag.
+AROUND = re.compile(rf"(?:{'|'.join(map(re.escape, TAGS))}|[\s\],;]|\[(?=[^T]))*")
+# Calls as templates and models write them: the name before the arguments, which can then leave as they come, or behind them;
+# and further texts, such as a type or an id.
+FIELDS = r'(?:(?!"name")"\w+"\s*:\s*"[^"\\]*"\s*,\s*)*'
+NAME, ARGUMENTS = r'"name"\s*:\s*"([^"\\]+)"', r'"(?:arguments|parameters)"\s*:\s*(?={)'
+NAME_FIRST = re.compile(rf"{{\s*{FIELDS}{NAME}\s*,\s*{FIELDS}{ARGUMENTS}")
+ARGUMENTS_FIRST, NAME_LAST = re.compile(rf"{{\s*{FIELDS}{ARGUMENTS}"), re.compile(rf"\s*,\s*{FIELDS}{NAME}")
+# What a reader of JSON looks for in a string, and outside: there "<" can only begin the tag that follows a call.
+IN_STRING, OUTSIDE = re.compile(r'"|\\.', re.DOTALL), re.compile(r'[{}\[\]"<]')
 OBJECT = {"type": "object"}  # which parameters need not say
 
 
@@ -84,7 +94,7 @@ class Tools:
         rules = [f"start: {quoted(form.mark + form.first)} call {more} {quoted(form.last)}",
                  "call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
         for i, one in enumerate(functions):
-            before = f'{{"name": {json.dumps(one.name)}, "{form.key}": '
+            before = f'{{"name": "{one.name}", "{form.key}": '
             rules += [f'call{i}: {json.dumps(before)} json{i} "}}"',
                       f"json{i}: %json {json.dumps({'x-guidance': JSON_SPACE} | (one.parameters or NO_ARGUMENTS) | OBJECT)}"]
         return Grammar("lark", "\n".join(rules), "tools")
@@ -121,15 +131,49 @@ def tools_of(body: ChatRequest, tokenizer: Tokenizer) -> Tools | None:
     return Tools(form, functions, forced, several, tokenizer.special_id(form.mark))
 
 
+@dataclass
+class JsonObject:
+    """How far the object that a text begins with was read. inner: where the first object or list in it ends, end: where it
+    ends itself; None until then."""
+
+    at: int = 0
+    depth: int = 0
+    quoted: bool = False
+    inner: int | None = None
+    end: int | None = None
+
+    def read(self, text: str) -> None:
+        while self.end is None and (found := (IN_STRING if self.quoted else OUTSIDE).search(text, self.at)):
+            self.at = found.end()
+            if found[0] == '"':
+                self.quoted = not self.quoted
+            elif found[0] == "<":
+                self.end = found.start()
+            elif found[0] in "{[":
+                self.depth += 1
+            elif found[0] in "}]":
+                self.depth -= 1
+                if self.depth == 1 and self.inner is None:
+                    self.inner = self.at
+                elif self.depth == 0:
+                    self.end = self.at
+
+
 class ToolText:
     """One answer's text in, content and calls out."""
 
     def __init__(self, form: Format) -> None:
         self._form, self._held, self.count = form, "", 0
-        self._inside = self._fresh = not form.mark  # among calls; and none of them was complete yet
+        self._inside = self._fresh = not form.mark  # among calls; and none of them has begun yet
+        self._object: JsonObject | None = None  # that the held text begins with
+        self._before = ""  # what is content with it if it is no call
+        self._sent: int | None = None  # how much of it was sent or is no argument, once it is a call
 
     def push(self, text: str, final: bool = False) -> tuple[str, list[dict]]:
-        """Content that is certain now, and the calls that are complete now, as OpenAI has them. final: there is no more."""
+        """Content that is certain now, and what is new of calls, as OpenAI streams them. final: there is no more.
+
+        How a text is cut changes nothing but how many pieces arguments come in; pushed as a whole, each call comes in one.
+        """
         self._held += text
         content, calls, mark = "", [], self._form.mark
         while self._held:
@@ -141,35 +185,42 @@ class ToolText:
                 content, self._held = content + self._held[:at], self._held[at:]
                 if not self._inside:
                     break
-            start = AROUND.match(self._held).end()
-            rest = self._held[start:]
-            call, end = _call(rest, self._form.key)
-            if call is not None:
-                calls.append({"index": self.count, **call})
-                self.count, self._held, self._fresh = self.count + 1, rest[end:], False
-            elif end or final or not (rest.startswith("{") or any(tag.startswith(rest) for tag in TAGS)):
-                content += (self._held[:start] if self._fresh else "") + rest[:end]
-                self._inside, self._held = False, rest[end:]
-            else:
+            if self._object is None:
+                start = AROUND.match(self._held).end()
+                before, rest = self._held[:start] if self._fresh else "", self._held[start:]
+                if rest.startswith("{"):
+                    self._object, self._before, self._held = JsonObject(), before, rest
+                elif final or not any(tag.startswith(rest) for tag in TAGS):
+                    content, self._held, self._inside = content + before, rest, False
+                    continue
+                else:
+                    break
+            self._object.read(self._held)
+            calls += self._of_call()
+            end = self._object.end
+            if end is None and not final:
                 break
+            if self._sent is None:
+                end = end or 0  # what never ended may hold calls
+                content, self._inside = content + self._before + self._held[:end], False
+            self._held = "" if end is None else self._held[end:]
+            self._object = self._sent = None
         return content, calls
 
-
-def _call(text: str, key: str) -> tuple[dict | None, int]:
-    """The call that text begins with, and its length; (None, 0) while it is incomplete, (None, length) for other JSON."""
-    if not text.startswith("{") or "}" not in text:
-        return None, 0
-    try:
-        found, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, 0
-    arguments = found.get(key, found.get("parameters" if key == "arguments" else "arguments"))
-    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
-        return None, end
-    try:  # Python reads more than JSON may say: NaN, 1e999, half of a surrogate pair
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (found["name"] + written).encode()
-    except (ValueError, RecursionError):
-        return None, end
-    # Mistral's templates want ids of nine letters and digits; the others take any.
-    return {"id": uuid4().hex[:9], "type": "function", "function": {"name": found["name"], "arguments": written}}, end
+    def _of_call(self) -> list[dict]:
+        """What is new of the call that the held text begins with; nothing while it may be none."""
+        found, held, begins = self._object, self._held, {}
+        if self._sent is None:
+            if opening := NAME_FIRST.match(held):
+                name = opening[1]
+            elif found.inner and (opening := ARGUMENTS_FIRST.match(held)) and (last := NAME_LAST.match(held, found.inner)):
+                name = last[1]
+            else:
+                return []
+            self._sent, self._fresh, self.count, begins = opening.end(), False, self.count + 1, {"name": name}
+        until = max(self._sent, found.inner or found.end or len(held))
+        function, self._sent = begins | {"arguments": held[self._sent : until]}, until
+        call = {"index": self.count - 1, "function": function}
+        if begins:  # Mistral's templates want ids of nine letters and digits; the others take any
+            call |= {"id": uuid4().hex[:9], "type": "function"}
+        return [call] if any(function.values()) else []

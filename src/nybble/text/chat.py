@@ -53,5 +53,5 @@ def render(source: str, **variables: Any) -> str:
         return compile_template(source).render(**variables)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refused these messages: {error.message or error}") from error
-    except (TypeError, KeyError, AttributeError, IndexError) as error:
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"the chat template failed on these messages: {error!r}") from error

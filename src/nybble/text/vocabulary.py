@@ -6,6 +6,7 @@ the name means.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, normalizers
@@ -14,6 +15,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
+
+from nybble.text.errors import BrokenFile
 
 # Token types of llama.cpp. Control tokens (and the unknown) are special; user-defined ones are matched but shown.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -37,7 +40,7 @@ SPLITS = {
 }
 
 
-def from_gguf(metadata: dict[str, Any], path: object) -> tuple[Backend, dict[str, Any]]:
+def from_gguf(metadata: dict[str, Any], path: Path) -> tuple[Backend, dict[str, Any]]:
     """The tokenizer and its `tokenizer_config` (special tokens by role, chat template).
 
     Raises ValueError for a vocabulary that is not byte-level BPE, or split in a way that is not known here.
@@ -54,9 +57,14 @@ def from_gguf(metadata: dict[str, Any], path: object) -> tuple[Backend, dict[str
         raise ValueError(f"{path}: pre-tokenizer {pre!r} is not known here ({', '.join(SPLITS)} are): the text would be split "
                          "wrongly; use the model's Hugging Face directory with its tokenizer.json")
     kinds = kinds or [1] * len(tokens)
+    for role in ("bos", "eos", "unknown", "padding", "eot", "eom"):
+        if (found := get(f"{role}_token_id", 0)) >= len(tokens):
+            raise BrokenFile(path, f"it has {len(tokens)} tokens, and its {role}_token_id is {found}")
     merges = [tuple(merge.split(" ")) for merge in get("merges", [])]
-    unknown = get("unknown_token_id")
-    backend = Backend(BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"))
+    try:
+        backend = Backend(BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the binding raises bare Exception
+        raise BrokenFile(path, f"its vocabulary and merges do not fit together ({error})") from error
     backend.pre_tokenizer, backend.decoder = SPLITS[pre](), ByteLevelDecoder()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -64,7 +72,8 @@ def from_gguf(metadata: dict[str, Any], path: object) -> tuple[Backend, dict[str
         AddedToken(token, special=kind != USER_DEFINED, normalized=False)
         for token, kind in zip(tokens, kinds) if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ])
-    roles = {"bos": get("bos_token_id"), "eos": get("eos_token_id"), "unk": unknown, "pad": get("padding_token_id")}
+    ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    roles = {role: get(f"{name}_token_id") for role, name in ids.items()}
     config: dict[str, Any] = {f"{role}_token": tokens[i] for role, i in roles.items() if i is not None}
     config["eos_ids"] = sorted({i for i in (roles["eos"], get("eot_token_id"), get("eom_token_id")) if i is not None})
     # llama.cpp adds BOS in front of Llama 3 text even where the file does not say so.
