@@ -28,7 +28,7 @@ PLANNED = [
     for n, shares in ((5120, 2), (15360, 1), (27648, 1))
     for launch in w4a16.plan(tokens, n, 5120, shares, 132)
 ]
-TILES = sorted({tile._replace(split=split) for tile in PLANNED for split in (False, True)})
+TILES = sorted({tile._replace(split=split, stagger=tile.stagger and not split) for tile in PLANNED for split in (False, True)})
 
 
 def case(spec: Spec, n: int, k: int, dtype: torch.dtype) -> tuple[QTensor, LinearShape]:
