@@ -21,7 +21,7 @@ from nybble.engine.graphs import MixedGraphs, row_buckets, token_buckets, width_
 from nybble.engine.kvcache import allocate
 from nybble.engine.messages import Delta, SamplingParams, Submit
 from nybble.engine.request import Request
-from nybble.engine.scheduler import Plan
+from nybble.engine.scheduler import Limits, Plan
 from nybble.kernels import attention_triton, cpu, reference, registry
 from nybble.kernels.types import LayerKV, Step
 from nybble.models import Decoder, dummy_model, read_config
@@ -157,6 +157,46 @@ def test_launches_repeated_for_a_layer_are_its_own(monkeypatch: pytest.MonkeyPat
         repeated = made(q, cache, before)
         assert repeated == made(q, cache)
         assert repeated != first
+
+
+def test_launches_of_layers_that_differ_work_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every layer of a checkpoint with FP8 KV scales would keep its own until the step has ended."""
+    made: list[torch.Tensor] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple) -> Any:
+            return lambda *arguments, **options: self
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        made.append(torch.zeros(*size, **options))
+        return made[-1]
+
+    for name in ("_decode", "_combine", "_gather", "_prompt"):
+        monkeypatch.setattr(attention_triton, name, Kernel())
+    monkeypatch.setattr(attention_triton, "_SCRATCH_BYTES", 12000)  # slices of two rows, the last of one
+    step = Stage(600, 8, 8, 4096, 16, torch.device("cpu")).pack(plan_of((3000, 70, 9), 90)).step
+    [layer] = allocate(read_config(SHAPE | {"num_hidden_layers": 1}), "fp8", 260, 16, "cpu")
+    q, before = torch.zeros(len(step.token_ids), 4, layer.v.shape[-1]), {}
+    out = torch.empty_like(q)
+    monkeypatch.setattr(torch, "empty", empty)
+    for scale in (1.0, 0.5, 0.25):
+        attention_triton.attention(q, replace(layer, k_scale=scale), step, 0.1, 0, out, before)
+        assert len(made) == 3  # partial sums, their maxima, a prompt's K and V
+
+
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_what_is_measured_has_generated_tokens_of_the_longest_context_beside_a_prompt(model: Decoder, max_batch: int) -> None:
+    """Their partial sums are memory that no step of prompts alone takes."""
+    config = EngineConfig(kv="int8", block_size=16, max_batch=max_batch, max_batched_tokens=70, num_blocks=60)
+    runner, plans = Engine(model, config).runner, []
+    launch = runner.launch
+    runner.launch = lambda plan: plans.append(plan) or launch(plan)
+    runner._largest_step(Limits(60, 16, max_batch, 70, True), 70)
+    assert all(plan.num_tokens == 70 for plan in plans)
+    assert [plan.num_decode for plan in plans] == [0] + [max_batch - 1] * (max_batch > 1)
+    if max_batch > 1:
+        ends = [start + count for start, count in zip(plans[1].starts, plans[1].counts)]
+        assert ends[0] == ends[-1] == runner.max_context
 
 
 def plan_of(contexts: tuple[int, ...], prompt: int) -> Plan:

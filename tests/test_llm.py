@@ -218,9 +218,13 @@ def test_what_is_no_conversation_is_refused(llm):
 
 def test_a_closed_model_says_so(folder):
     closed = LLM(folder / "float", device="cpu")
+    left, read_on = (closed.stream("x", greedy()) for _ in range(2))
+    next(left), next(read_on)
     closed.close()
-    with pytest.raises(ValueError, match="closed"):
-        closed.generate("x")
+    left.close()
+    for call in (lambda: closed.generate("x"), closed.info, lambda: next(read_on)):
+        with pytest.raises(ValueError, match="closed"):
+            call()
 
 
 @pytest.mark.parametrize(("prompts", "params", "says"), [

@@ -1069,3 +1069,20 @@ def test_groups_that_give_way_are_said_once():
     notes = group_notes(schemes, recipe)
     assert len(notes) == 1
     assert "gate_proj, k_proj, q_proj, up_proj, v_proj" in notes[0]
+
+
+def test_a_recipe_made_with_another_calibration_text_is_said(tmp_path: Path):
+    make_tiny(tmp_path / "model")
+    (tmp_path / "mine.txt").write_text("Something else entirely. " * 40)
+    few = Recipe(samples=1, sequence_length=32)
+
+    def said(recipe: Recipe, text: Path | None) -> bool:
+        config = read_config(json.loads((tmp_path / "model" / "config.json").read_text()))
+        notes: list[str] = []
+        run.calibration_tokens(tmp_path / "model", text, recipe, config, notes)
+        return any("--calibration" in note for note in notes)
+
+    mine = tmp_path / "mine.txt"
+    made = replace(few, calibration="mine.txt")
+    assert (said(few, None), said(few, mine), said(made, mine), said(made, None)) == (False, False, False, True)
+    assert (said(replace(few, text_hash="0"), None), said(replace(few, text_hash="0"), mine)) == (True, True)

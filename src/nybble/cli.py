@@ -78,7 +78,7 @@ def quantize(
     :param learn_scales: Passes over the calibration text that tune each layer's scales and norms towards the 16-bit layer's
         output once its codes are fixed; 0 (default) is none.
     :param head: Precision of the logits' weights.
-    :param seed: Of everything random (rotation signs, the choice of calibration windows).
+    :param seed: Of everything random: rotation signs, and the order that scales are learned in.
     """
     from nybble.quantize import Recipe, add_kv_scales, calibrate_kv, quantize_checkpoint
 

@@ -18,6 +18,8 @@ from nybble.serve.stream import TextStream, text_stream
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from nybble.engine.core import Engine
+
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 Progress = Callable[[str, float], None]  # what is being done, and how much of it in [0, 1]
@@ -85,7 +87,12 @@ class LLM:
         gc.collect()  # runner and graphs refer to each other
 
     def info(self) -> Info:
-        return self.engine.info()
+        return self._opened().info()
+
+    def _opened(self) -> Engine:
+        if "engine" not in self.__dict__:
+            raise ValueError(f"this LLM was closed: make another from {self.path}")
+        return self.engine
 
     def generate(
         self,
@@ -154,8 +161,6 @@ class LLM:
 
     def _run(self, prompts: list[Prompt], each: list[SamplingParams]) -> Iterator[Piece]:
         live: dict[str, list[tuple[Response, TextStream]]] = {}
-        if "engine" not in self.__dict__:
-            raise ValueError(f"this LLM was closed: make another from {self.path}")
         inbox: list[Delta | Refused] = []
         submits = [Submit(f"local-{next(self._ids)}", self._encode(prompt, index), params)
                    for index, (prompt, params) in enumerate(zip(prompts, each))]
@@ -164,10 +169,10 @@ class LLM:
             live[submit.request_id] = [(Response(input_token_len=len(submit.token_ids), index=index, choice=choice),
                                         text_stream(self.tokenizer, submit.params)) for choice in range(submit.params.n)]
         try:
-            self.engine.submit(*submits)
+            self._opened().submit(*submits)
             while live:
                 if not inbox:
-                    for event in self.engine.step():
+                    for event in self._opened().step():
                         self._mail.get(event.request_id, []).append(event)
                 events, inbox[:] = inbox[:], []
                 for event in events:
@@ -178,7 +183,7 @@ class LLM:
                         raise ValueError(f"prompt {response.index}: {event.message} ({event.field})")
                     yield from self._advance(event, live)
         finally:
-            for request_id in live:
+            for request_id in live if "engine" in self.__dict__ else ():
                 self.engine.abort(request_id)
             for submit in submits:
                 del self._mail[submit.request_id]
@@ -196,7 +201,7 @@ class LLM:
             if all(other.finish_reason is not None for other, _ in live[delta.request_id]):
                 del live[delta.request_id]
             if delta.finish_reason is None:
-                self.engine.abort(delta.request_id, delta.index)
+                self._opened().abort(delta.request_id, delta.index)
         yield Piece(text, response)
 
 

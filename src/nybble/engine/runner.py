@@ -314,7 +314,8 @@ class ModelRunner:
         return used
 
     def _largest_step(self, limits: Limits, num_tokens: int) -> None:
-        """Prompts of so many tokens in every slot, with everything the sampler can do; they write to block 0."""
+        """Prompts of so many tokens in every slot, with everything the sampler can do; then one beside generated tokens in all
+        other slots, one of the longest context, which makes all partial sums large. They write to block 0."""
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=None)
         requests, left = [], num_tokens
         for slot in range(limits.max_batch):
@@ -326,3 +327,9 @@ class ModelRunner:
             left -= length
         lengths = [request.num_prompt for request in requests]
         self.launch(Plan(requests, [0] * len(requests), lengths, 0, list(range(len(requests)))))()
+        prompt, *others = requests
+        if others:
+            prompt.tokens = [0] * self.max_context
+            count = min(num_tokens - len(others), self.max_context)
+            starts = [self.max_context - 1, *[0] * (len(others) - 1), self.max_context - count]
+            self.launch(Plan([*others, prompt], starts, [1] * len(others) + [count], len(others), []))()

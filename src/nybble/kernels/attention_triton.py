@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -607,8 +608,9 @@ class Launches:
 
 
 def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor, tiles: Tiles | None = None,
-           programs: int | None = None, launch: Callable = launch) -> None:
-    """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, which moves no bit."""
+           programs: int | None = None, launch: Callable = launch, room: Callable = torch.empty) -> None:
+    """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, which moves no bit. room:
+    gives memory that is written before it is read."""
     rows, head_dim = step.num_decode, q.shape[2]
     _, heads, block_size, width = kv.v.shape
     group, kind = q.shape[1] // heads, _kind(kv)
@@ -627,14 +629,15 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     part, stat = out, out
     most = max(1, _SCRATCH_BYTES // (4 * q.shape[1] * splits * (head_dim + 2)))  # rows whose splits have room
     if not direct and rows > most:
+        largest = lambda shape, **options: room((most, *shape[1:]), **options)[: shape[0]]  # noqa: E731  # one for all slices
         for first in range(0, rows, most):
             some = replace(step, num_decode=min(most, rows - first), context_len=step.context_len[first:],
                            block_table=step.block_table[first:])
-            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs, launch)
+            decode(q[first:], kv, some, scale, window, out[first:], tiles, programs, launch, largest)
         return
     if not direct:
-        part = torch.empty((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
-        stat = torch.empty((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
+        part = room((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
+        stat = room((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
     k, v = storage(kv.k), storage(kv.v)
     if kind != "copy":
         k, v, width = k.view(torch.int16), v.view(torch.int16), width // 2
@@ -659,18 +662,18 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
 
 
 def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor,
-           tiles: tuple[int, Tiles] | None = None, launch: Callable = launch) -> None:
-    """The rows of `attention` after the first `step.num_decode`, into `out`."""
+           tiles: tuple[int, Tiles] | None = None, launch: Callable = launch, room: Callable = torch.empty) -> None:
+    """The rows of `attention` after the first `step.num_decode`, into `out`. room: as in `decode`."""
     kind, head_dim, device = _kind(kv), q.shape[2], q.device
     heads, block_size, group, dtype = kv.v.shape[1], kv.v.shape[2], q.shape[1] // kv.v.shape[1], torch.float16
     if kind == "copy":
         dtype = kv.v.dtype
     rows = step.block_table.shape[0] - step.num_decode
     capacity = triton.cdiv(step.max_prompt_context or step.max_context, GATHER_TILE) * GATHER_TILE
-    room = max(1, _SCRATCH_BYTES // (2 * capacity * head_dim * dtype.itemsize))  # (row, head) pairs at once
-    rows_at_once = min(rows, room)
-    heads_at_once = min(heads, max(1, room // rows_at_once))
-    scratch = torch.empty((2, rows_at_once * heads_at_once * capacity, head_dim), dtype=dtype, device=device)
+    pairs = max(1, _SCRATCH_BYTES // (2 * capacity * head_dim * dtype.itemsize))  # (row, head) at once
+    rows_at_once = min(rows, pairs)
+    heads_at_once = min(heads, max(1, pairs // rows_at_once))
+    scratch = room((2, rows_at_once * heads_at_once * capacity, head_dim), dtype=dtype, device=device)
     k, v = storage(kv.k), storage(kv.v)
     lanes, shift, shared = triton.next_power_of_2(head_dim), _FP8_SHIFT.get(kind, 1.0), _shared_bytes(device)
     lines, cut = tiles or prompt_tiles(head_dim, dtype.itemsize, shared)
@@ -717,9 +720,10 @@ def _decode_on_hopper(q: Tensor, kv: LayerKV, step: Step, scale: float, window: 
 
 
 def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor | None = None,
-              before: dict[Any, Launches] | None = None) -> Tensor:
+              before: dict[Any, Any] | None = None) -> Tensor:
     """`reference.attention`: decode rows by `decode`, prompt rows by `prompt`. Rows of context 0 (padding) give zeros. `out`:
-    like q, may hold more tokens than the rows do. before: launches of this step's layers so far, to repeat and to add to."""
+    like q, may hold more tokens than the rows do. before: launches of this step's layers so far, to repeat and to add to, and
+    the memory they work in."""
     _check(q, kv)
     q = q.contiguous()
     out = torch.empty_like(q) if out is None else out
@@ -729,9 +733,12 @@ def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out
     if before and alike in before:
         before[alike].repeat(tensors)
         return out
-    start = launch if before is None else before.setdefault(alike, Launches(tensors))
+    start, room = launch, torch.empty
+    if before is not None:
+        start = before[alike] = Launches(tensors)
+        room = before.setdefault("room", cache(torch.empty))  # launches keep it: one for all layers, however many differ
     if portable:
-        decode(q, kv, step, scale, window, out, launch=start)
+        decode(q, kv, step, scale, window, out, launch=start, room=room)
     if step.block_table.shape[0] > step.num_decode and step.max_query:
-        prompt(q, kv, step, scale, window, out, launch=start)
+        prompt(q, kv, step, scale, window, out, launch=start, room=room)
     return out

@@ -79,7 +79,8 @@ class Recipe:
         schemes = sorted({name.split("_")[0] for name in writable})
         for name, ok, wanted in (
             ("scheme", self.scheme in schemes, f"one of {', '.join(schemes)}"),
-            ("group", self.group == 0 or self.group >= 32, "0 (per channel) or 32 and more"),
+            ("group", self.group in (0, 32, 64) or (self.group > 0 and self.group % 128 == 0),
+             "0 (per channel), 32, 64 or a multiple of 128: what the GPU kernels take"),
             ("group_scales", self.group_scales in ("float", "int"), "float or int"),
             ("bits", self.bits == 0 or (4 <= self.bits <= 9 and self.scheme.startswith("w4")),
              "0 (every layer alike), or 4 to 9 with a scheme of 4-bit weights"),
@@ -179,8 +180,8 @@ def key_table() -> str:
     blank, rows = Recipe(), ["| key | default | meaning |", "|---|---|---|"]
     for key, kind in typing.get_type_hints(Recipe, include_extras=True).items():
         default = getattr(blank, key)
-        shown = f"[{key}]" if isinstance(default, dict) else json.dumps(default)
-        rows.append(f"| `{key}` | `{shown}` | {' '.join(kind.__metadata__[0].split())} |")
+        shown = "none" if isinstance(default, dict) else f"`{json.dumps(default)}`"
+        rows.append(f"| `{key}` | {shown} | {' '.join(kind.__metadata__[0].split())} |")
     return "\n".join(rows) + "\n"
 
 

@@ -164,8 +164,11 @@ def calibration_tokens(path: str | Path, calibration: str | Path | None, recipe:
                          f"what was learned from the rest; samples = {recipe.samples} on this text gives {len(tokens)}")
     if len(tokens) < recipe.samples:
         notes.append(f"the calibration text gave {len(tokens)} sequences of the {recipe.samples} asked for")
-    name = "shipped" if calibration is None else Path(calibration).name
-    return replace(recipe, calibration=name, text_hash=hash_text(text)), tokens
+    name, found = "shipped" if calibration is None else Path(calibration).name, hash_text(text)
+    if recipe.text_hash not in ("", found) or (not recipe.text_hash and recipe.calibration not in ("shipped", name)):
+        notes.append(f"the recipe was made with another calibration text ({recipe.calibration}) than was used now ({name}): "
+                     "--calibration says which file to read")
+    return replace(recipe, calibration=name, text_hash=found), tokens
 
 
 def turned(source: Source, config: ModelConfig, recipe: Recipe, device: torch.device) -> tuple[Source, ModelConfig]:
