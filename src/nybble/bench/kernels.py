@@ -359,14 +359,17 @@ def _triton_tiles(kind: str, m: int) -> Iterator[Tile]:
 
 def _hopper_tiles(m: int, n: int) -> Iterator[linear_hopper.Tile]:
     """Few tokens: shares of the channels, and programs small enough that the next kernel's start early. Many: whole
-    processors, walking over tiles, what fills no round of them in shares."""
+    processors, walking over tiles, what fills no round of them in shares. All that the kernel may choose is among them."""
     tile, count = linear_hopper.Tile, linear_hopper.processors(0)
+    if m > 64:
+        for mode in (linear_hopper.PER_CHANNEL, linear_hopper.GROUPED):
+            yield from linear_hopper.candidates(mode, m, -(-n // 128), count)
     for t in (8, 16, 24, 32, 48, 64, 80, 96, 128):
         if -(-m // t) * t > max(1.25 * m, 8 if m < 8 else m + 15) or m > 16 * t:
             continue
         for warp in (False, True) if t <= 32 else (False,):
             if t <= 96:
-                yield from (tile(t, 1, warp, k, 2) for k in (1, 2, 3, 4))
+                yield from (tile(t, 1, warp, k, 2, ahead=ahead) for k in (1, 2, 3, 4, 5) for ahead in (0, 6))
                 yield from (tile(t, 1, warp, k, 2, memory=True) for k in (2, 3, 4, 6))
                 yield from (tile(t, 1, warp, 1, 2, stream=True, waves=waves) for waves in (1, 2))
         for rows in (1, 2) if t >= 48 else ():
