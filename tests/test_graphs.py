@@ -21,7 +21,7 @@ from nybble.engine.graphs import MixedGraphs, row_buckets, token_buckets, width_
 from nybble.engine.kvcache import allocate
 from nybble.engine.messages import Delta, SamplingParams, Submit
 from nybble.engine.request import Request
-from nybble.engine.scheduler import Limits, Plan
+from nybble.engine.scheduler import Plan
 from nybble.kernels import attention_triton, cpu, reference, registry
 from nybble.kernels.types import LayerKV, Step
 from nybble.models import Decoder, dummy_model, read_config
@@ -105,10 +105,10 @@ def test_mixed_steps_from_graphs_give_the_same_tokens(model: Decoder, monkeypatc
     recorded = Engine(model, config)
     runner = recorded.runner
     runner._mixed = MixedGraphs(runner._pieces, Recorder(), 70)
-    runner._record([], runner._mixed.tokens[::-1])
+    runner._record(runner._mixed, runner._stage, runner._mixed.shapes)
     replayed = []
     run = runner._mixed.run
-    runner._mixed.run = lambda step: replayed.append(len(step.token_ids)) or run(step)
+    runner._mixed.run = lambda step, *mark: replayed.append(len(step.token_ids)) or run(step, *mark)
     assert answers(recorded) == answers(plain)
     assert set(replayed) == {32, 64, 70}
 
@@ -120,7 +120,7 @@ def test_launches_repeated_for_a_layer_are_its_own(monkeypatch: pytest.MonkeyPat
 
     class Notes:
         def __init__(self, name: str) -> None:
-            self.name = name
+            self.name, self.arg_names = name, getattr(attention_triton, name).arg_names
 
         def __getitem__(self, grid: tuple) -> Any:
             return lambda *arguments, **options: notes.append((self.name, grid, arguments)) or self
@@ -129,7 +129,8 @@ def test_launches_repeated_for_a_layer_are_its_own(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(attention_triton, name, Notes(name))
     monkeypatch.setattr(attention_triton, "_SCRATCH_BYTES", 1 << 12)  # work in slices, whose tensors are parts of others
     step = Stage(600, 8, 8, 4096, 16, torch.device("cpu")).pack(plan_of(contexts, 90)).step
-    layers = [allocate(read_config(SHAPE | {"num_hidden_layers": 1}), kv, 260, 16, "cpu")[0] for _ in range(3)]
+    layers = allocate(read_config(SHAPE | {"num_hidden_layers": 3}), kv, 260, 16, "cpu",
+                      [(1.0, 1.0), (0.5, 2.0), (0.25, 0.1)] if kv == "fp8" else None)
     queries = [torch.zeros(len(step.token_ids), 4, layers[0].v.shape[-1] * (2 if kv == "int4" else 1)) for _ in layers]
     out, before = torch.empty_like(queries[0]), {}
 
@@ -157,13 +158,16 @@ def test_launches_repeated_for_a_layer_are_its_own(monkeypatch: pytest.MonkeyPat
         repeated = made(q, cache, before)
         assert repeated == made(q, cache)
         assert repeated != first
+    assert len(before) == 2  # one layer's launches, and the memory they work in
 
 
 def test_launches_of_layers_that_differ_work_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every layer of a checkpoint with FP8 KV scales would keep its own until the step has ended."""
+    """Else each would keep its own until the step has ended."""
     made: list[torch.Tensor] = []
 
     class Kernel:
+        arg_names = ()
+
         def __getitem__(self, grid: tuple) -> Any:
             return lambda *arguments, **options: self
 
@@ -179,8 +183,8 @@ def test_launches_of_layers_that_differ_work_in_the_same_memory(monkeypatch: pyt
     q, before = torch.zeros(len(step.token_ids), 4, layer.v.shape[-1]), {}
     out = torch.empty_like(q)
     monkeypatch.setattr(torch, "empty", empty)
-    for scale in (1.0, 0.5, 0.25):
-        attention_triton.attention(q, replace(layer, k_scale=scale), step, 0.1, 0, out, before)
+    for window in (0, 4000, 5000):
+        attention_triton.attention(q, layer, step, 0.1, window, out, before)
         assert len(made) == 3  # partial sums, their maxima, a prompt's K and V
 
 
@@ -191,12 +195,11 @@ def test_what_is_measured_has_generated_tokens_of_the_longest_context_beside_a_p
     runner, plans = Engine(model, config).runner, []
     launch = runner.launch
     runner.launch = lambda plan: plans.append(plan) or launch(plan)
-    runner._largest_step(Limits(60, 16, max_batch, 70, True), 70)
+    runner._largest_step(max_batch, 70)
     assert all(plan.num_tokens == 70 for plan in plans)
-    assert [plan.num_decode for plan in plans] == [0] + [max_batch - 1] * (max_batch > 1)
-    if max_batch > 1:
-        ends = [start + count for start, count in zip(plans[1].starts, plans[1].counts)]
-        assert ends[0] == ends[-1] == runner.max_context
+    assert [plan.num_decode for plan in plans] == [0, max_batch - 1]
+    ends = [start + count for start, count in zip(plans[1].starts, plans[1].counts)]
+    assert ends[0] == ends[-1] == runner.max_context
 
 
 def plan_of(contexts: tuple[int, ...], prompt: int) -> Plan:

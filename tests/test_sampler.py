@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sass import SPILL, assemble
 
-from nybble.engine.request import completion_seed
+from nybble.engine.batch import Stage
+from nybble.engine.messages import SamplingParams
+from nybble.engine.request import Request, completion_seed
 from nybble.engine.sampler import (
     FAILED,
     Counts,
@@ -29,6 +31,7 @@ from nybble.engine.sampler import (
     sample,
     uniform,
 )
+from nybble.engine.scheduler import Plan
 from nybble.kernels import sample_hopper
 
 V = 50
@@ -98,6 +101,38 @@ def test_top_k_and_top_p_keep_what_the_definitions_keep(seed: int, top_k: int, t
         assert (mine[row].isfinite().numpy() == (kept(x[row].numpy(), 1.0, k, p, 0.0) > 0)).all()
         alive = mine[row].isfinite()
         assert torch.equal(mine[row][alive], x[row][alive])
+
+
+def test_a_row_draws_as_the_request_that_now_has_its_slot_asks() -> None:
+    stage = Stage(8, 4, 4, 64, 16, torch.device("cpu"))
+
+    def drawing(slot: int, admission: int, generated: int, **params: float) -> Request:
+        request = Request("", 0, [1, 2, 3], SamplingParams(max_tokens=None, **params), 64, frozenset({9}), 2**64 - 1 - slot)
+        request.slot, request.admission, request.blocks = slot, admission, [slot]
+        request.tokens += [5] * generated
+        request.num_tokens = 4 + generated
+        return request
+
+    def packed(*requests: Request) -> Draws:
+        rows = len(requests)
+        draws = stage.pack(Plan([*requests], [one.num_tokens - 2 for one in requests], [1] * rows, rows, [*range(rows)])).draws
+        assert draws is not None
+        return draws
+
+    first = drawing(3, 1, 1, temperature=0.5, top_k=2**63 - 1, min_tokens=2)
+    second = drawing(1, 2, 4, temperature=0.0, min_p=0.25, presence_penalty=-1.5, min_tokens=4)
+    both = packed(first, second)
+    assert both.slots.tolist() == [3, 1]
+    assert (both.temperature.tolist(), both.min_p.tolist(), both.presence.tolist()) == ([0.5, 0], [0, 0.25], [0, -1.5])
+    assert both.top_k[0] >= 2**31 - 1
+    assert (both.any_random, both.filtered, both.penalized.tolist()) == (True, True, [1])
+    assert [part.tolist() for part in both.forbidden] == [[0], [9]]  # a second token, not a fifth
+    expected = random_keys(np.array([2**64 - 4, 2**64 - 2], np.uint64), np.array([1, 4]))
+    np.testing.assert_array_equal(both.keys.numpy(), expected)
+    alone = packed(drawing(3, 3, 0, temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.25, top_p=0.75))
+    assert (alone.temperature.tolist(), alone.top_k.tolist(), alone.top_p.tolist()) == ([0], [0], [0.75])
+    assert (alone.frequency.tolist(), alone.repetition.tolist()) == ([0.5], [1.25])
+    assert (alone.any_random, alone.penalized.tolist(), alone.forbidden) == (False, [0], None)
 
 
 def test_penalties_are_those_of_ctrl_and_openai() -> None:

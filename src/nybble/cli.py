@@ -254,7 +254,7 @@ def evaluate(
         before = None
         if against is not None:
             named = lambda what, done: progress(f"{against.name}: {what}", done)  # noqa: E731
-            before = run(against, asked, progress=named, keep=True, **options)
+            before = run(local(against), asked, progress=named, keep=True, **options)
         after = run(local(model), asked, kv=kv, progress=progress, against=before, activations=activations, **options)
     print(after if before is None else comparison(before, after))
     if json is not None:
@@ -327,9 +327,10 @@ def report(
         raise ValueError(f"--output {target}: names the page, the JSON goes beside it; try {wanted}")
     if output is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
+    asked = [task for task in tasks.split(",") if task.strip()]
     with progress_bars() as progress:
-        page, content = run(model, against, text, [task for task in tasks.split(",") if task.strip()], data, limit,
-                            max_windows=max_windows, kv=kv, device=device, progress=progress)
+        page, content = run(local(model), against and local(against), text, asked, data, limit, max_windows=max_windows, kv=kv,
+                            device=device, progress=progress)
     target.write_text(page, encoding="utf-8")
     write_json(target.with_suffix(".json"), content)
     print("\n".join(content["advice"]))
@@ -396,8 +397,8 @@ def bench_offline(
     model: str, *, scheme: str | None = None, kv: Annotated[KvName, Parameter(help="KV cache type.")] = "int8",
     requests: int = 1000, concurrency: int = 128, input_mean: float = 248, output_mean: float = 240, longest: int = 1024,
     order: Literal["longest", "arrival"] = "longest", dummy: bool = False, kv_memory: KvMemory = None,
-    max_batched_tokens: int | None = None, prefill_interval: int | None = None, results: Path | None = None,
-    tensor_parallel: TensorParallel = None, device: Device = "auto",
+    max_batched_tokens: int | None = None, prefill_interval: int | None = None, prefill_share: float | None = None,
+    results: Path | None = None, tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
     """Throughput of the engine in this process on requests with log-normal lengths, drain included.
 
@@ -413,6 +414,7 @@ def bench_offline(
     :param dummy: Random weights of that shape, made on the device.
     :param max_batched_tokens: Tokens in one step.
     :param prefill_interval: Steps between starts of new prompts while half of the requests generate.
+    :param prefill_share: Of the GPU's multiprocessors, for prompts beside generated tokens (0: prompts mix with those).
     :param results: Append one JSON line here.
     """
     from nybble.bench.offline import run
@@ -420,7 +422,7 @@ def bench_offline(
     print(run(model, scheme=scheme, kv=kv, requests=requests, concurrency=concurrency, input_mean=input_mean,
               output_mean=output_mean, longest=longest, order=order, dummy=dummy, results=results, device=device,
               **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval,
-                      tensor_parallel=tensor_parallel)))
+                      prefill_share=prefill_share, tensor_parallel=tensor_parallel)))
 
 
 bench.command("nybble.bench.serving:command", name="serving", help="""Latency and throughput of a running server (ours, vLLM,
@@ -437,17 +439,17 @@ def given(**options: object) -> dict[str, object]:
 
 
 def local(model: Path) -> Path:
-    """The same. Raises FileNotFoundError where nothing is."""
+    """The same, in full where it has no name of its own (".", ".."). Raises FileNotFoundError where nothing is."""
     if not model.exists():
         problem = f"there is no model at {model}: give a Hugging Face folder or a .gguf file"
         if len(model.parts) == 2 and not model.parent.exists():  # as the hub names models
             problem += f". Nybble downloads nothing: a model of the hub comes by `hf download {model} --local-dir {model.name}`"
         raise FileNotFoundError(problem)
-    return model
+    return model if model.name.strip(".") else model.resolve()
 
 
 def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", **engine: Any) -> LLM:
-    local(model)
+    model = local(model)
     from nybble.llm import LLM
 
     with progress_bars() as progress:
@@ -515,7 +517,11 @@ def main() -> None:
     except BrokenPipeError:  # `| head` has seen enough; nor may Python complain when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, RuntimeError, OSError, MemoryError) as error:
+    except Exception as error:
+        from safetensors import SafetensorError  # a full disk, among others
+
+        if not isinstance(error, (ValueError, RuntimeError, OSError, MemoryError, SafetensorError)):
+            raise
         named = isinstance(error, OSError) and error.filename is not None and error.strerror
         print(f"nybble: {error.filename}: {error.strerror}" if named else f"nybble: {error}", file=sys.stderr)
         sys.exit(2)

@@ -68,7 +68,7 @@ def run(
     token.
     """
     from nybble.engine.config import EngineConfig
-    from nybble.engine.core import Engine
+    from nybble.engine.core import Engine, longest_first
     from nybble.engine.load import open_engine
     from nybble.engine.messages import Delta, SamplingParams, Submit
     from nybble.hardware import describe, pick_device
@@ -108,7 +108,7 @@ def run(
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in inputs]
     wanted = list(zip(prompts, outputs))
     if order == "longest":
-        wanted.sort(key=itemgetter(1), reverse=True)
+        wanted = longest_first(wanted, itemgetter(1), concurrency)
 
     def generate(wanted: list[tuple[list[int], int]]) -> tuple[int, list[float], list[float]]:
         """-> tokens, seconds of the steps in which all generate, seconds from each request to its first token."""

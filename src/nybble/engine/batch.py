@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import add
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.engine.sampler import Draws, random_keys
+from nybble.engine.request import Request
+from nybble.engine.sampler import Draws, index, random_keys
 from nybble.engine.scheduler import Plan
 from nybble.kernels.types import Step
 
@@ -24,6 +26,12 @@ ALIGNMENT = 16  # bytes; what vectorized loads want
 Fields = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 PARAMETERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+LARGEST_TOP_K = 2**31 - 1  # no vocabulary is larger
+# How a slot's request draws. logprobs: alternatives it wants, -1 when it wants no log-probabilities at all.
+HOW = dict.fromkeys(PARAMETERS, np.float32) | {
+    "top_k": np.int64, "seed": np.uint64, "num_prompt": np.int64, "min_tokens": np.int64, "logprobs": np.int64,
+    "penalized": np.bool_, "plain": np.bool_,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,20 @@ class Batch:
     draws: Draws | None  # None: all greedy and plain
     logprob_rows: list[int]  # of the samples
     logprob_count: int  # most alternatives any of them wants
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What stays while the same requests generate. how: a value for each that draws; None: all of them are greedy and plain."""
+
+    slots: np.ndarray  # int64 [rows]
+    sampled: np.ndarray  # int64 [S]: which rows draw
+    how: dict[str, np.ndarray] | None
+    penalized: Tensor | None  # int64 on the device: of those that draw, the ones with a penalty
+    any_random: bool
+    filtered: bool
+    logprob_rows: list[int]
+    logprob_count: int
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):
@@ -53,22 +75,26 @@ TENSORS = ("token_ids", "positions", "slots", "query_start", "context_len", "blo
 
 
 class Stage:
-    """The buffers between host and device, and the host's copy of every running request's block table."""
+    """The buffers between host and device, and the host's copy of every running request's block table and parameters."""
 
     def __init__(self, max_tokens: int, max_rows: int, max_batch: int, max_context: int, block_size: int,
                  device: torch.device) -> None:
         self.device, self.block_size = device, block_size
         self.width = -(-max_context // block_size)
         self._tables = np.zeros((max_batch, self.width), np.int32)
-        self._admission = [0] * max_batch  # whose blocks a table holds, and how many
+        self._how = {name: np.zeros(max_batch, dtype) for name, dtype in HOW.items()}
+        self._admission = [0] * max_batch  # whose they are, and how many blocks a table holds
         self._filled = [0] * max_batch
+        # Of the step before, if all its rows generated: admissions, and the rows that follow when they do so again.
+        self._before: tuple[list[int], np.ndarray, Rows] | None = None
+        self._numbers = np.arange(max(max_tokens, max_rows) + 1)
         _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, self.width) + _draw_fields(max_batch))
         pinned = device.type == "cuda"
         # Two, so that the next step is written while the copy of this one is under way; on a CPU the host buffer is used.
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
         self._copied = [torch.cuda.Event() if pinned else None for _ in self._hosts]
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
-        self._turn = self._used = 0
+        self._turn = 0
         self._views = lru_cache(maxsize=256)(self._views_of)  # most steps have the shape of one before
 
     def pack(self, plan: Plan, rows: int | None = None, width: int | None = None, tokens: int | None = None) -> Batch:
@@ -77,56 +103,46 @@ class Stage:
 
         Padding writes nothing (slot -1), reads block 0 and is not sampled.
         """
-        real = len(plan.requests)
+        real, drawn = len(plan.requests), len(plan.samples)
         total = rows or tokens or plan.num_tokens
-        padded = real if rows is None else rows
-        samples = len(plan.samples) if rows is None else rows
-        starts = np.array(plan.starts, np.int64)
-        counts = np.array(plan.counts, np.int64)
         width = width if width is not None else self.width_for(plan)
-        drawing = [plan.requests[row] for row in plan.samples]
-        plain = all(request.plain for request in drawing)
-        fields = _step_fields(total, padded, samples, width) + _draw_fields(0 if plain else len(drawing))
-        views, tensors, self._used = self._views(fields, self._next_host())
-        row_slots = self._update_tables(plan)
+        starts = np.array(plan.starts, np.int64)
+        known, drawn_before = self._rows(plan, starts)
+        fields = _step_fields(total, rows or real, rows or drawn, width) + _draw_fields(drawn if known.how is not None else 0)
+        views, tensors, copied = self._views(fields, self._next_host())
 
-        token_ids = [
-            request.tokens[start] if start < len(request.tokens) else -1 - request.slot
-            for request, start in zip(plan.requests[: plan.num_decode], plan.starts)
-        ]
-        for row in range(plan.num_decode, real):
-            start = plan.starts[row]
-            token_ids += plan.requests[row].tokens[start : start + plan.counts[row]]
-        used = len(token_ids)
-        views["token_ids"][:used] = token_ids
         query_start = views["query_start"]
-        query_start[0] = 0
-        np.cumsum(counts, out=query_start[1 : real + 1])
-        positions = np.arange(used) + np.repeat(starts - query_start[:real], counts)
+        query_start[: real + 1] = self._numbers[: real + 1]
+        positions, slots, used = starts, known.slots, real
+        if plan.num_decode < real:
+            np.cumsum(plan.counts, out=query_start[1 : real + 1])
+            used = query_start[real]
+            row = np.repeat(self._numbers[:real], plan.counts)
+            positions, slots = self._numbers[:used] + (starts - query_start[:real])[row], slots[row]
+        # What the step before drew lies in the pool, whether it is known here or not.
+        views["token_ids"][:used] = -1 - slots if drawn_before else _token_ids(plan)
         views["positions"][:used] = positions
-        block = self._tables[np.repeat(row_slots, counts), positions // self.block_size].astype(np.int64)
-        views["slots"][:used] = block * self.block_size + positions % self.block_size
-        views["context_len"][:real] = starts + counts
-        views["block_table"][:real] = self._tables[row_slots, :width]
-        views["logit_rows"][: len(plan.samples)] = query_start[1:][plan.samples] - 1
-        views["draw_slots"][: len(drawing)] = row_slots[plan.samples]
-        views["token_ids"][used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
-        if rows is not None:
-            query_start[real + 1 :] = np.arange(real + 1, rows + 1)
+        block, offset = np.divmod(positions, self.block_size)
+        views["slots"][:used] = self._tables[slots, block] * np.int64(self.block_size) + offset
+        ends = starts + (query_start[1 : real + 1] - query_start[:real])
+        views["context_len"][:real] = ends
+        views["block_table"][:real] = self._tables[known.slots, :width]
+        views["logit_rows"][:drawn] = query_start[known.sampled + 1] - 1
+        views["draw_slots"][:drawn] = known.slots[known.sampled]
+        if used < total:
+            views["token_ids"][used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
+        if rows is not None and real < rows:
+            query_start[real + 1 :] = self._numbers[real + 1 : rows + 1]
             views["context_len"][real:], views["block_table"][real:] = 1, 0
-            views["logit_rows"][real:] = np.arange(real, rows)
+            views["logit_rows"][real:] = self._numbers[real:rows]
             views["draw_slots"][real:] = len(self._tables)
-        if not plain:
-            self._write_draws(views, drawing)
-        self._copy()
+        draws = self._draws(plan, known, ends[known.sampled], views, tensors) if known.how is not None else None
+        self._copy(*copied)
 
         prompt_context = self._width(plan, plan.num_decode) * self.block_size if plan.num_decode < real else None
         numbers = (rows or plan.num_decode, max(plan.counts[plan.num_decode :], default=0), width * self.block_size,
                    prompt_context)
-        draws = None if plain else self._draws(tensors, drawing)
-        wanting = [] if plain else [i for i, request in enumerate(drawing) if request.params.logprobs is not None]
-        most = max((drawing[i].params.logprobs for i in wanting), default=0)
-        return Batch(_step(tensors, numbers), tensors["draw_slots"], draws, wanting, most)
+        return Batch(_step(tensors, numbers), tensors["draw_slots"], draws, known.logprob_rows, known.logprob_count)
 
     def staged(self, batch: Batch, graph: str) -> Staged:
         """Of the step that was packed last."""
@@ -139,9 +155,9 @@ class Stage:
     def repeat(self, staged: Staged) -> Batch:
         """What another rank's stage packed; its draws stay there."""
         turn = self._next_host()
-        views, tensors, self._used = self._views(_step_fields(*staged.sizes), turn)
+        _, tensors, copied = self._views(_step_fields(*staged.sizes), turn)
         self._hosts[turn][: len(staged.data)].numpy()[:] = np.frombuffer(staged.data, np.uint8)
-        self._copy()
+        self._copy(*copied)
         return Batch(_step(tensors, staged.numbers), tensors["draw_slots"], None, [], 0)
 
     def width_for(self, plan: Plan) -> int:
@@ -149,60 +165,88 @@ class Stage:
         return self._width(plan, 0)
 
     def _width(self, plan: Plan, first: int) -> int:
-        longest = max(start + count for start, count in zip(plan.starts[first:], plan.counts[first:]))
+        decode = plan.num_decode
+        ends = map(add, plan.starts[decode:], plan.counts[decode:])
+        longest = max(1 + max(plan.starts[first:decode], default=0), max(ends, default=1))
         blocks = -(-longest // self.block_size)
         return min(1 << (blocks - 1).bit_length(), self.width)
 
-    def index(self, values: Sequence[int]) -> Tensor:
-        """int64 on the device, without waiting for it."""
-        host = torch.tensor(values, dtype=torch.int64)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+    def _rows(self, plan: Plan, starts: np.ndarray) -> tuple[Rows, bool]:
+        """-> the plan's rows, whose slots then have their tables and parameters; and whether the step before drew the token
+        that each of them holds."""
+        admissions = [request.admission for request in plan.requests]
+        if self._before is not None and admissions == self._before[0] and (starts == self._before[1]).all():
+            known = self._before[2]
+            for row in np.flatnonzero(starts % self.block_size == 0):
+                self._fill_table(plan.requests[row])
+            follows = True
+        else:
+            for request in plan.requests:
+                if self._admission[request.slot] != request.admission:
+                    self._move_in(request)
+                self._fill_table(request)
+            known, follows = self._read(plan), False
+        decodes = plan.num_decode == len(plan.requests) == len(plan.samples)
+        self._before = (admissions, starts + 1, known) if decodes else None
+        return known, follows
 
-    def _update_tables(self, plan: Plan) -> np.ndarray:
-        slots = []
-        for request in plan.requests:
-            slot, blocks = request.slot, request.blocks
-            slots.append(slot)
-            if self._admission[slot] != request.admission:
-                self._admission[slot], self._filled[slot] = request.admission, 0
-            filled = self._filled[slot]
-            if filled != len(blocks):
-                self._tables[slot, filled : len(blocks)] = blocks[filled:]
-                self._filled[slot] = len(blocks)
-        return np.array(slots, np.int64)
+    def _move_in(self, request: Request) -> None:
+        slot, params, how = request.slot, request.params, self._how
+        self._admission[slot], self._filled[slot] = request.admission, 0
+        for name in (*PARAMETERS, "min_tokens"):
+            how[name][slot] = getattr(params, name)
+        for name in ("seed", "num_prompt", "penalized", "plain"):
+            how[name][slot] = getattr(request, name)
+        how["top_k"][slot] = min(params.top_k, LARGEST_TOP_K)
+        how["logprobs"][slot] = -1 if params.logprobs is None else params.logprobs
 
-    def _write_draws(self, views: dict[str, np.ndarray], drawing: list) -> None:
-        for row, name in enumerate(PARAMETERS):
-            views["parameters"][row] = [getattr(request.params, name) for request in drawing]
-        views["top_k"][:] = [request.params.top_k for request in drawing]
-        seeds = np.array([request.seed for request in drawing], np.uint64)
-        positions = np.array([request.num_tokens - 1 - request.num_prompt for request in drawing], np.int64)
-        views["keys"][:] = random_keys(seeds, positions)
+    def _fill_table(self, request: Request) -> None:
+        filled, blocks = self._filled[request.slot], request.blocks
+        if filled != len(blocks):
+            self._tables[request.slot, filled : len(blocks)] = blocks[filled:]
+            self._filled[request.slot] = len(blocks)
 
-    def _draws(self, tensors: dict[str, Tensor], drawing: list) -> Draws:
-        penalized = [i for i, request in enumerate(drawing) if request.penalized]
-        forbidden = [
-            (i, token)
-            for i, request in enumerate(drawing)
-            # num_tokens already counts the token to be drawn
-            if request.num_tokens - request.num_prompt <= request.params.min_tokens
-            for token in request.stop_ids
-        ]
-        parameters = dict(zip(PARAMETERS, tensors["parameters"]))
+    def _read(self, plan: Plan) -> Rows:
+        slots = np.array([request.slot for request in plan.requests], np.int64)
+        sampled = np.array(plan.samples, np.int64)
+        how = {name: values[slots[sampled]] for name, values in self._how.items()}
+        if how["plain"].all():
+            return Rows(slots, sampled, None, None, False, False, [], 0)
+        penalized = np.flatnonzero(how["penalized"])
+        return Rows(
+            slots, sampled, how,
+            penalized=index(penalized, self.device) if len(penalized) else None,
+            any_random=bool((how["temperature"] > 0).any()),
+            filtered=bool(((how["top_k"] > 0) | (how["top_p"] < 1)).any()),
+            logprob_rows=np.flatnonzero(how["logprobs"] >= 0).tolist(),
+            logprob_count=max(0, int(how["logprobs"].max())),
+        )  # fmt: skip
+
+    def _draws(self, plan: Plan, rows: Rows, ends: np.ndarray, views: dict[str, np.ndarray],
+               tensors: dict[str, Tensor]) -> Draws:
+        """ends: positions of the tokens to be drawn."""
+        how = rows.how
+        assert how is not None
+        for name in (*PARAMETERS, "top_k"):
+            views[name][:] = how[name]
+        generated = ends - how["num_prompt"]
+        views["keys"][:] = random_keys(how["seed"], generated)
+        forbidden = np.array([(i, token) for i in np.flatnonzero(generated < how["min_tokens"])
+                              for token in plan.requests[rows.sampled[i]].stop_ids], np.int64)  # fmt: skip
         return Draws(
-            slots=tensors["draw_slots"][: len(drawing)],
-            temperature=parameters["temperature"],
+            slots=tensors["draw_slots"][: len(ends)],
+            temperature=tensors["temperature"],
             top_k=tensors["top_k"],
-            top_p=parameters["top_p"],
-            min_p=parameters["min_p"],
-            repetition=parameters["repetition_penalty"],
-            presence=parameters["presence_penalty"],
-            frequency=parameters["frequency_penalty"],
+            top_p=tensors["top_p"],
+            min_p=tensors["min_p"],
+            repetition=tensors["repetition_penalty"],
+            presence=tensors["presence_penalty"],
+            frequency=tensors["frequency_penalty"],
             keys=tensors["keys"],
-            any_random=any(request.params.temperature > 0 for request in drawing),
-            filtered=any(request.params.top_k > 0 or request.params.top_p < 1 for request in drawing),
-            penalized=self.index(penalized) if penalized else None,
-            forbidden=(self.index([i for i, _ in forbidden]), self.index([t for _, t in forbidden])) if forbidden else None,
+            any_random=rows.any_random,
+            filtered=rows.filtered,
+            penalized=rows.penalized,
+            forbidden=tuple(index(forbidden.T.copy(), self.device)) if len(forbidden) else None,
         )
 
     def _next_host(self) -> int:
@@ -212,8 +256,8 @@ class Stage:
             event.synchronize()
         return self._turn
 
-    def _views_of(self, fields: Fields, turn: int) -> tuple[dict[str, np.ndarray], dict[str, Tensor], int]:
-        """Of the host's buffer and of the device's, and the bytes they take."""
+    def _views_of(self, fields: Fields, turn: int) -> tuple[dict[str, np.ndarray], dict[str, Tensor], tuple[Tensor, Tensor]]:
+        """Of the host's buffer and of the device's, and what is to be copied: to, from."""
         offsets, size = _layout(fields)
         host = self._hosts[turn].numpy()
         views, tensors = {}, {}
@@ -221,13 +265,25 @@ class Stage:
             end = offset + prod(shape) * dtype.itemsize
             views[name] = host[offset:end].view(NUMPY[dtype]).reshape(shape)
             tensors[name] = self._buffer[offset:end].view(dtype).view(shape)
-        return views, tensors, size
+        return views, tensors, (self._buffer[:size], self._hosts[turn][:size])
 
-    def _copy(self) -> None:
+    def _copy(self, device: Tensor, host: Tensor) -> None:
         event = self._copied[self._turn]
         if event is not None:
-            self._buffer[: self._used].copy_(self._hosts[self._turn][: self._used], non_blocking=True)
+            device.copy_(host, non_blocking=True)
             event.record()
+
+
+def _token_ids(plan: Plan) -> list[int]:
+    """Below 0 where the token of a row that generates is not known yet."""
+    ids = [
+        request.tokens[start] if start < len(request.tokens) else -1 - request.slot
+        for request, start in zip(plan.requests[: plan.num_decode], plan.starts)
+    ]
+    for row in range(plan.num_decode, len(plan.requests)):
+        start = plan.starts[row]
+        ids += plan.requests[row].tokens[start : start + plan.counts[row]]
+    return ids
 
 
 def _step(tensors: dict[str, Tensor], numbers: Sequence[int | None]) -> Step:
@@ -252,7 +308,7 @@ def _draw_fields(samples: int) -> Fields:
     return (
         ("top_k", torch.int64, (samples,)),
         ("keys", torch.int64, (samples, 2)),
-        ("parameters", torch.float32, (len(PARAMETERS), samples)),
+        *((name, torch.float32, (samples,)) for name in PARAMETERS),
     )
 
 

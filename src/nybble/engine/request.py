@@ -19,9 +19,9 @@ class Request:
     """Mutable state of completion `index` of request `request_id`. Only the scheduler writes the lengths and the blocks."""
 
     __slots__ = (
-        "admission", "blocks", "cached_tokens", "chain", "finish_reason", "grammar", "index", "max_tokens_total",
+        "admission", "beside", "blocks", "cached_tokens", "chain", "finish_reason", "grammar", "index", "max_tokens_total",
         "num_computed", "num_prompt",
-        "num_registered", "num_tokens", "params", "plain", "request_id", "seed", "slot", "stop_ids", "tokens",
+        "num_registered", "num_tokens", "params", "penalized", "plain", "request_id", "seed", "slot", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -46,11 +46,15 @@ class Request:
         self.blocks: list[int] = []
         self.chain = 0  # identity of the cached prefix that ends at block `num_registered`
         self.num_registered = 0
+        self.beside = False  # in the step of prompts that runs beside: no other step may have it
         self.slot = NO_SLOT  # row of the device's token pool and block tables while running
         self.admission = 0  # serial number of the last time it was given blocks and a slot
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
         self.finish_reason: str | None = None
         self.grammar: Any = None  # `grammar.Matcher` of its own: what `tokens` has generated is behind it
+        self.penalized = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
         # Nothing but the largest logit matters: the sampler's fast path.
         self.plain = (
             params.temperature == 0
@@ -59,11 +63,6 @@ class Request:
             and not self.penalized
             and params.grammar is None
         )
-
-    @property
-    def penalized(self) -> bool:
-        p = self.params
-        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
     @property
     def num_generated(self) -> int:

@@ -10,6 +10,7 @@ Order: penalties, forbidden ids (min_tokens, grammar), temperature, top-k, top-p
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -56,13 +57,20 @@ class Counts:
         device = self.generated.device
         self.generated[slot].zero_()
         self.in_prompt[slot].zero_()
-        self.in_prompt[slot].index_fill_(0, torch.tensor(prompt, dtype=torch.int64, device=device), True)
-        drawn = torch.tensor(generated, dtype=torch.int64, device=device)
+        self.in_prompt[slot].index_fill_(0, index(prompt, device), True)
+        drawn = index(generated, device)
         self.generated[slot].index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
         """One more token for each of these slots (all different)."""
-        self.generated.index_put_((slots, tokens.clamp_min(0)), torch.ones_like(slots, dtype=torch.int32), accumulate=True)
+        places = slots * self.generated.shape[1] + tokens.clamp_min(0)
+        self.generated.view(-1).index_add_(0, places, torch.ones_like(slots, dtype=torch.int32))
+
+
+def index(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """int64 on the device, without waiting for it."""
+    host = torch.as_tensor(values, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ def sample(logits: Tensor, draws: Draws, counts: Counts | None) -> Tensor:
         bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1).flatten(1)
         masked = logits[rows].masked_fill(bits[:, : logits.shape[1]] == 0, float("-inf"))
         logits = logits.index_copy(0, rows, masked)
-    if draws.any_random and sample_hopper.refusal(logits) is None and _kernel_failure(logits.device, logits.shape[1]) is None:
+    if draws.any_random and _kernel_failure(logits.device, logits.shape[1]) is None:
         return _in_one_kernel(logits, draws)
     tokens = greedy(logits)
     if not draws.any_random:
@@ -98,8 +106,10 @@ def _in_one_kernel(logits: Tensor, draws: Draws) -> Tensor:
 
 @cache
 def _kernel_failure(device: torch.device, vocab_size: int) -> str | None:
-    """Why the kernel is not to be trusted with random draws, None when it is: a few rows by it and by what it stands for. After
-    this none is compiled any more. The engine's largest step at start asks first."""
+    """Why the kernel is not used for random draws, None when it is: it draws a few rows as what it stands for does. After this
+    none is compiled any more. The engine's largest step at start asks first."""
+    if (reason := sample_hopper.refusal(torch.empty(0, vocab_size, device=device))) is not None:
+        return reason
     rows = torch.arange(8, device=device)
     logits = torch.randn(8, 500, device=device, generator=torch.Generator(device).manual_seed(0))
     part, keys = rows / 8, torch.stack((rows * 77, rows * 1234567), 1)
@@ -181,7 +191,7 @@ def random_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """uint64 [S] seeds, int64 [S] positions -> int64 [S, 2], two 32-bit words that depend on both (SplitMix64 twice: of the
     seed, then of the seed's stream at the position)."""
     z = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
-    return np.stack((z >> np.uint64(32), z & np.uint64(_MASK)), -1).astype(np.int64)
+    return z.view(np.uint32).reshape(-1, 2)[:, ::-1].astype(np.int64)
 
 
 def _splitmix(z: np.ndarray) -> np.ndarray:

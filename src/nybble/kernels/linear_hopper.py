@@ -18,13 +18,13 @@ from torch import Tensor
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import INT4, PER_TOKEN_INT8
 from nybble.kernels import linear_triton, nvrtc
-from nybble.kernels.nvrtc import BLOCK, processors
+from nybble.kernels.nvrtc import BLOCK
+from nybble.kernels.partition import LANES, lane, processors, usual_counts
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
 PER_CHANNEL, GROUPED, ROUNDED = 0, 1, 2  # MODE of the .cu, bytes of a group's scale
-WARPGROUPS = 2  # that multiply, each 64 or 128 rows
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -54,16 +54,21 @@ class Tile(NamedTuple):
     lag: int = 0
     memory: bool = False
     ahead: int = 0
+    warpgroups: int = 2
 
     @property
     def rows(self) -> int:
-        return 64 * self.row_tiles * WARPGROUPS
+        return 64 * self.row_tiles * self.warpgroups
+
+    def count_for(self, tokens: int, rows: int) -> tuple[int, int]:
+        """How many tiles hold so many rows of weights, in whole blocks of 128, and so many tokens."""
+        return -(-(-(-rows // 128) * 128) // self.rows), -(-tokens // self.tokens)
 
     @property
     def registers(self) -> int:
         """Of a multiplying thread: what the copying ones leave. The hand-over also tells the compiler that warps are whole, or
         it moves every address of the main loop through a vector register (0: none, an even share)."""
-        return {1: 232, 2: 104}.get(self.resident, 0)
+        return {(1, 2): 232, (1, 3): 160, (2, 2): 104}.get((self.resident, self.warpgroups), 0)
 
 
 def expected_us(tile: Tile, mode: int, tokens: int, rows: int, channels: int, count: int) -> float:
@@ -127,14 +132,14 @@ def candidates(mode: int, tokens: int, blocks: int, count: int) -> list[Tile]:
 
 def share_bytes(tile: Tile) -> int:
     """Int32 sums that a share of the input channels gets from the others."""
-    return (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * WARPGROUPS * 2048
+    return (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * tile.warpgroups * 2048
 
 
 def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
-    each = tile.rows * 64 + tile.tokens * BLOCK + tile.rows * mode + 16
+    each = tile.rows * 64 + tile.tokens * BLOCK + -(-tile.rows // 128) * 128 * mode + 16
     sums = 0 if tile.memory else share_bytes(tile)
-    scales = WARPGROUPS * tile.tokens * 4
+    scales = tile.warpgroups * tile.tokens * 4
     apart = sums if sums <= 16384 else 0
     stages = min(24, (nvrtc.room(tile.resident) - apart - scales - 127) // each)
     return stages, max(-(-(stages * each + scales) // 128) * 128 + apart, sums)
@@ -165,7 +170,7 @@ def pack_fragments(rows: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Packed:
     """codes: see `pack_fragments`. group_scale: [K / 128, N padded], int8 or float16, or None per channel. scale: float32
-    [N padded], of the int32 sum. arrivals: int32 counters, zero between launches."""
+    [N padded], of the int32 sum. arrivals: int32 counters of each lane, zero between launches."""
 
     mode: int
     n: int
@@ -212,8 +217,9 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
         group_scale = groups.t().to(torch.int8 if mode == GROUPED else torch.float16).contiguous()
     packed = pack_fragments(linear_triton.pack_nibbles(codes))
     count = processors(shape.device.index or 0)
-    compile_ahead(n, k, mode, OUT[shape.dtype], count)
-    arrivals = torch.zeros(4 * WARPGROUPS * count, dtype=torch.int32, device=shape.device)
+    for some in usual_counts(shape.device.index or 0):
+        compile_ahead(n, k, mode, OUT[shape.dtype], some)
+    arrivals = torch.zeros((LANES, 8 * count), dtype=torch.int32, device=shape.device)
     return Packed(mode, n, k, shape.dtype, packed, group_scale, scale, arrivals)
 
 
@@ -233,7 +239,7 @@ class Arguments(ctypes.Structure):
 def source_and_defines(tile: Tile, mode: int, out: int) -> tuple[str, dict[str, int]]:
     stages = shared_memory(tile, mode)[0]
     defines = {
-        "TOKENS": tile.tokens, "STAGES": stages, "ROW_TILES": tile.row_tiles, "WARPGROUPS": WARPGROUPS,
+        "TOKENS": tile.tokens, "STAGES": stages, "ROW_TILES": tile.row_tiles, "WARPGROUPS": tile.warpgroups,
         "RESIDENT": tile.resident, "CLUSTER_K": tile.cluster_k, "MODE": mode, "OUT": out,
         "REGISTERS": tile.registers, "STREAM": int(tile.stream), "WARP_LEVEL": int(tile.warp), "LAG": tile.lag,
         "THROUGH_MEMORY": int(tile.memory), "AHEAD": min(tile.ahead or stages, stages),
@@ -268,10 +274,10 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     if tokens == 0:
         return y
     tile, steps = packed.tile or tile_for(packed.mode, tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
-    row_tiles, token_tiles = -(-packed.n // tile.rows), -(-tokens // tile.tokens)
+    row_tiles, token_tiles = tile.count_for(tokens, packed.n)
     tiles = clusters = row_tiles * token_tiles
     tile = tile._replace(cluster_k=min(tile.cluster_k, steps))
-    if tile.memory and tiles * WARPGROUPS > packed.arrivals.numel():
+    if tile.memory and tiles * tile.warpgroups > packed.arrivals.shape[1]:
         tile = tile._replace(cluster_k=1, memory=False)
     partials, whole = None, 0
     if tile.stream:
@@ -284,12 +290,13 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
         clusters = min(clusters, processors(device) * tile.waves)
     arguments = Arguments(
         packed.codes.data_ptr(), None if packed.group_scale is None else packed.group_scale.data_ptr(), packed.scale.data_ptr(),
-        scale.data_ptr(), y.data_ptr(), None if partials is None else partials.data_ptr(), packed.arrivals.data_ptr(), tokens,
-        packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
+        scale.data_ptr(), y.data_ptr(), None if partials is None else partials.data_ptr(),
+        packed.arrivals[lane(codes.device)].data_ptr(), tokens, packed.n, packed.scale.numel(), steps, row_tiles, token_tiles,
+        tile.order, whole,
     )  # fmt: skip
     nvrtc.launch(
         kernel(tile, packed.mode, OUT[packed.dtype], device),
-        clusters * tile.cluster_k, 128 * WARPGROUPS + (128 if tile.registers else 32),
+        clusters * tile.cluster_k, 128 * tile.warpgroups + (128 if tile.registers else 32),
         shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
         (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments), codes.device,
     )  # fmt: skip

@@ -23,7 +23,8 @@ from nybble.formats.spec import FP8, INT8, PER_TOKEN_INT8, Spec
 from nybble.kernels import nvrtc, reference
 from nybble.kernels.linear_hopper import OUT
 from nybble.kernels.linear_triton import LARGEST_IN
-from nybble.kernels.nvrtc import BLOCK, processors
+from nybble.kernels.nvrtc import BLOCK
+from nybble.kernels.partition import LANES, lane, processors, share, usual_counts
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
@@ -41,7 +42,7 @@ class Tile(NamedTuple):
     cluster: programs with neighbouring rows that share their tokens, each copying a part for all. resident: programs that fit
     a processor. order: token tiles before the next rows. staged: outputs of 16 bits leave by copies from shared memory, 16
     tokens each. turned: so many weight rows are the tensor core's columns, and tokens its rows, for blocks of
-    128 x 128.
+    128 x 128. own: chunks of K that a block keeps of a tile in the last round, which it shares (0: none is shared).
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class Tile(NamedTuple):
     order: int = 8
     staged: bool = False
     turned: int = 0
+    own: int = 0
 
     @property
     def rows(self) -> int:
@@ -91,6 +93,9 @@ WIDE: dict[int, tuple[Tile, ...]] = {
     BLOCKS: (WIDE_128,),
     EVEN_BLOCKS: (Tile(256, 2, turned=128), Tile(192, 3, turned=128), Tile(128, 2, turned=128)),
 }
+CHUNK_STEPS = 16  # of 128 channels, at most, whose FP8 products the tensor core adds: the .cu's
+MOST_SUMS = 6 << 20  # words that the tiles of a launch may share
+ABSENT = -(1 << 31)  # of the .cu
 LAUNCH_TOKENS = 16  # what a second launch costs, in tokens of 128 rows
 MOST_ROUNDS = 10  # of more, power is the limit and not the last round
 
@@ -137,10 +142,30 @@ def plan(kind: int, tokens: int, rows: int, processors: int) -> tuple[Launch, ..
 def shared_memory(tile: Tile, kind: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
     each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind >= BLOCKS else 0)) + 16
-    outputs = 16384 * tile.warpgroups if tile.staged else 0
-    outputs += tile.warpgroups * -(-tile.tokens // 64) * 256 if kind < BLOCKS and tile.tokens > 64 else 0
-    stages = min(24, (nvrtc.room(tile.resident) - outputs) // each)
-    return stages, -(-(stages * each + outputs) // 128) * 128
+    held = tile.warpgroups * -(-tile.tokens // 64) * 256 if kind < BLOCKS and tile.tokens > 64 else 0
+    stages = min(24, (nvrtc.room(tile.resident) - held) // each)
+    return stages, -(-(stages * each + held) // 128) * 128
+
+
+class Sharing(NamedTuple):
+    """The last round of tiles, shared. whole: tiles that are not. helpers: blocks that do `jobs` parts each; blocks: in all."""
+
+    whole: int
+    helpers: int
+    jobs: int
+    blocks: int
+
+
+@functools.lru_cache(4096)
+def share_tiles(tiles: int, chunks: int, own: int, processors: int) -> Sharing:
+    whole = tiles // processors * processors
+    shared, others = tiles - whole, (chunks - 1) // max(1, own)
+    if 0 < own < chunks and shared:
+        jobs = own // (chunks - own) if others == 1 and 2 * own > chunks else 1
+        helpers = -(-shared * others // jobs)
+        if shared + helpers <= processors:
+            return Sharing(whole, helpers, jobs, processors if whole else shared + helpers)
+    return Sharing(tiles, 0, 0, min(tiles, processors))
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------
@@ -194,7 +219,9 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
         scale = scale.expand(n, -(-k // BLOCK))
     scale = torch.nn.functional.pad(scale.t(), (0, -n % BLOCK)).contiguous()
     if shape.device.type == "cuda":
-        compile_ahead(kind, n, k, shape.dtype, processors(shape.device.index or 0))
+        shared_sums(shape.device.index or 0)
+        for count in usual_counts(shape.device.index or 0):
+            compile_ahead(kind, n, k, shape.dtype, count)
     given = None if shape.act_scale is None else torch.tensor([shape.act_scale], device=shape.device)
     return Packed(kind, n, k, shape.dtype, pack_tiles(codes), scale, shape.scheme.act, given)
 
@@ -206,9 +233,9 @@ class Arguments(ctypes.Structure):
     """`Arguments` of the .cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y")),
+        *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y", "sums")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles")),
-        *((name, ctypes.c_int) for name in ("order", "x_stride", "first")),
+        *((name, ctypes.c_int) for name in ("order", "x_stride", "first", "chunks", "whole", "own", "helpers", "jobs")),
     ]
 
 
@@ -247,13 +274,13 @@ def kernel(tile: Tile, kind: int, out: int, device: int) -> ctypes.c_void_p:
     return nvrtc.load(nvrtc.machine_code(source, defines), "w8a8", shared_memory(tile, kind)[1], device)
 
 
-def fitted(tile: Tile, n: int, dtype: torch.dtype) -> Tile:
-    return tile._replace(staged=tile.staged and n % 8 == 0 and dtype != torch.float32)
+def fitted(tile: Tile, n: int, k: int, dtype: torch.dtype) -> Tile:
+    return tile._replace(staged=tile.staged and n % 8 == 0 and k > BLOCK and dtype != torch.float32, own=0)
 
 
 @functools.cache
 def compile_ahead(kind: int, n: int, k: int, dtype: torch.dtype, count: int) -> None:
-    tiles = {fitted(launch.tile, n, dtype) for m in nvrtc.usual_batches(n, k) for launch in plan(kind, m, n, count)}
+    tiles = {fitted(launch.tile, n, k, dtype) for m in nvrtc.usual_batches(n, k) for launch in plan(kind, m, n, count)}
     nvrtc.compile_ahead(source_and_defines(tile, kind, OUT[dtype]) for tile in tiles)
 
 
@@ -291,24 +318,37 @@ def most_clusters(tile: Tile, kind: int, handle: int, device: int) -> int:
     return max(1, count.value)
 
 
+@functools.cache
+def shared_sums(device: int) -> Tensor:
+    """For each lane's kernels, one after the other: where blocks leave sums for others."""
+    return torch.full((LANES, MOST_SUMS), ABSENT, dtype=torch.int32, device=f"cuda:{device}")
+
+
 def multiply(packed: Packed, launches: tuple[Launch, ...], codes: Tensor, scale: Tensor, stride: int) -> Tensor:
     """Quantized rows [M, K] times the weight -> [M, N]. scale: as `quantize` gives it; stride: from one token's to the next's
     (0: one for all), in blocks from one group's to the next's, with room for whole tiles."""
     tokens, device, kind = codes.shape[0], codes.device.index, packed.kind
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
+    steps = -(-packed.k // BLOCK)
+    chunks = -(-steps // CHUNK_STEPS)
     for tile, first, rows in launches if tokens else ():
-        token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
-        tile = fitted(tile, packed.n, packed.dtype)
+        token_tiles, row_groups, own = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster)), tile.own
+        tile = fitted(tile, packed.n, packed.k, packed.dtype)
         handle = kernel(tile, kind, OUT[packed.dtype], device)
-        clusters = min(row_groups * token_tiles, most_clusters(tile, kind, handle.value or 0, device))
+        most = share(most_clusters(tile, kind, handle.value or 0, device), device)
+        tiles = row_groups * token_tiles
+        sharing = share_tiles(tiles, chunks, own, most)
+        if (tiles - sharing.whole) * (chunks - own) * tile.cluster * tile.rows * tile.tokens > MOST_SUMS:
+            sharing = share_tiles(tiles, chunks, 0, most)
         arguments = Arguments(
-            packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
-            packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride, first // tile.rows,
+            packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(),
+            shared_sums(device)[lane(y.device)].data_ptr(), tokens, packed.n, packed.scale.shape[1], steps, row_groups,
+            token_tiles, tile.order, stride, first // tile.rows, chunks, sharing.whole, own or 1, sharing.helpers, sharing.jobs,
         )  # fmt: skip
         inputs = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
         outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else inputs
         nvrtc.launch(
-            handle, clusters * tile.cluster, tile.threads(kind), shared_memory(tile, kind)[1], tile.cluster,
+            handle, sharing.blocks * tile.cluster, tile.threads(kind), shared_memory(tile, kind)[1], tile.cluster,
             (inputs, outputs, arguments), codes.device,
         )  # fmt: skip
     return y

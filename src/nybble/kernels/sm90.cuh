@@ -175,6 +175,11 @@ __device__ __forceinline__ u32 codes_of(const float* y, float by) {  // adding 1
   for (int i = 0; i < 4; i++) c[i] = __float_as_uint(__fadd_rn(__fmul_rn(y[i], by), 12582912.f));
   return __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
 }
+__device__ __forceinline__ float larger(float a, float b) {  // a NaN is the largest: it must reach a row's scale
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
 __device__ __forceinline__ float warp_largest(float v) {  // numbers without a sign are ordered as their bits are
   u32 bits;
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(v)));
