@@ -5,7 +5,6 @@ What the scheduler or the allocator gets wrong, it gets wrong too: it remembers 
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -38,10 +37,6 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-def nothing(*_: object) -> None:
-    """No step runs beside."""
-
-
 class ScriptedRunner:
     vocab_size = VOCAB
     bytes_per_token = 10
@@ -55,22 +50,15 @@ class ScriptedRunner:
         max_batched_tokens: int = 16,
         overlap: bool = False,
         pause_s: float = 0.0,
-        beside_tokens: int = 0,
     ) -> None:
         self.num_blocks, self.block_size, self.max_context = num_blocks, block_size, max_context
         self.max_batched_tokens, self.overlap, self.pause_s = max_batched_tokens, overlap, pause_s
         self.cells: list[int | None] = [None] * (num_blocks * block_size)
         self.last: dict[int, int] = {}  # slot -> token drawn last
         self.plans: list[tuple[list[int], int]] = []  # (counts, num_decode)
-        self.beside_tokens, self.rng = beside_tokens, random.Random(beside_tokens)
-        self.besides: list[list[int]] = []  # counts
-        self.write_beside: Callable[..., None] = nothing
-        self.end_beside: Callable[..., None] = nothing
 
     def launch(self, plan: Plan) -> Callable[[], Sampled]:
         time.sleep(self.pause_s)
-        if plan.joins and plan.beside is None:
-            self.end_beside()
         self.plans.append((plan.counts, plan.num_decode))
         burns = any(CRASH in request.tokens for request in plan.requests)
         for request, start, count in zip(plan.requests, plan.starts, plan.counts):
@@ -83,63 +71,15 @@ class ScriptedRunner:
                 if token == LOSE:
                     raise AcceleratorError("an illegal memory access")
                 self.cells[self.slot(request.blocks, position)] = token
-        sampled = self.draw([self.sampled(plan, row) for row in plan.samples])
-        return self.burn if burns else lambda: sampled
-
-    def sampled(self, plan: Plan, row: int) -> tuple[list[int], int, bool]:
-        """Of a row that draws: the slots it reads, its row of `last`, and whether it wants logprobs."""
-        request, end = plan.requests[row], plan.starts[row] + plan.counts[row]
-        slots = [self.slot(request.blocks, position) for position in range(end)]
-        return slots, request.slot, request.params.logprobs is not None
-
-    def draw(self, rows: list[tuple[list[int], int, bool]]) -> Sampled:
         tokens, logprobs = [], []
-        for slots, slot, wanted in rows:
-            context = [self.cells[at] or 0 for at in slots]
+        for row in plan.samples:
+            request, end = plan.requests[row], plan.starts[row] + plan.counts[row]
+            context = [self.cells[self.slot(request.blocks, position)] or 0 for position in range(end)]
             token = next_token(context) if context[-1] != BROKEN else -1
             tokens.append(token)
-            self.last[slot] = token
-            logprobs.append(TokenLogprob(token, -0.5, [(token, -0.5)]) if wanted else None)
-        return Sampled(tokens, logprobs)
-
-    def launch_beside(self, plan: Plan) -> Callable[[], Sampled]:
-        """Addresses are those of now; memory is written bit by bit at any later time, and read at the end."""
-        self.end_beside()
-        assert plan.num_decode == 0
-        self.besides.append(plan.counts)
-        burns = any(CRASH in request.tokens for request in plan.requests)
-        writes = [
-            (self.slot(request.blocks, position), request.tokens[position])
-            for request, start, count in zip(plan.requests, plan.starts, plan.counts)
-            for position in range(start, start + count)
-        ]
-        rows, drawn = [self.sampled(plan, row) for row in plan.samples], []
-
-        def write(count: int) -> None:
-            for at, token in writes[:count]:
-                self.cells[at] = token
-            del writes[:count]
-
-        def end() -> None:
-            write(0 if burns else len(writes))
-            drawn.append(self.draw(rows))
-            self.write_beside, self.end_beside = nothing, nothing
-
-        def wait() -> Sampled:
-            if not drawn:
-                end()
-            return self.burn() if burns else drawn[0]
-
-        self.write_beside, self.end_beside = write, end
-        return wait
-
-    def beside_ends(self) -> bool:
-        """Sometimes it has ended, sometimes that is only what one could think."""
-        chance = self.rng.random()
-        if chance < 0.1:
-            self.end_beside()
-        self.write_beside(self.rng.randint(0, 3))
-        return self.end_beside is nothing or chance > 0.9
+            self.last[request.slot] = token
+            logprobs.append(None if request.params.logprobs is None else TokenLogprob(token, -0.5, [(token, -0.5)]))
+        return self.burn if burns else lambda: Sampled(tokens, logprobs)
 
     def burn(self) -> Sampled:
         raise RuntimeError("the device caught fire")

@@ -402,8 +402,9 @@ def test_replay_of_a_trace(tmp_path):
 @pytest.mark.parametrize(("options", "reason"), [
     ({}, "--url, or a model"), ({"url": "http://x", "model": "y"}, "one of the two"),
     ({"url": "http://x", "dummy": True}, "shape"),
-    ({"url": "http://x", "rate": "1", "concurrency": "1"}, "one of them"), ({"url": "http://x", "rate": "fast"}, "fast"),
-    ({"url": "http://x", "rate": "0"}, "above 0"), ({"url": "http://x", "concurrency": "1,-2"}, "above 0"),
+    ({"url": "http://x", "rate": "1", "concurrency": "1"}, "one of them"),
+    ({"url": "http://x", "rate": "fast"}, "--rate fast: wants"), ({"url": "http://x", "rate": "0"}, "--rate 0: wants"),
+    ({"url": "http://x", "concurrency": "1,-2"}, "--concurrency 1,-2: wants"),
     ({"url": "http://x", "requests": 0}, "wants a request"), ({"url": "http://x", "vocabulary": 0}, "0: wants"),
     ({"url": "x:80"}, "http://HOST")])
 def test_wishes_that_cannot_be_met(options, reason):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nybble.checkpoint import open_checkpoint, write_checkpoint
 from nybble.checkpoint.compressed import activation_spec, best_match, read_compressed
 from nybble.checkpoint.gguf import ROPE_FACTORS, decode
 from nybble.checkpoint.pack import pack_rows
+from nybble.checkpoint.write import staged
 from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
 from nybble.formats.spec import FP8, INT4, INT8, PER_TOKEN_FP8, PER_TOKEN_INT8, UINT4, Scheme, Spec
@@ -144,6 +146,18 @@ def test_damaged_shards(tmp_path, what, error, says):
     damage(tmp_path, what)
     with pytest.raises(error, match=says):
         open_checkpoint(tmp_path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path):
+    """Its tensors lie elsewhere: what is read at the old places would be anything."""
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.ones(4), "b": torch.ones(400)}, tmp_path / "model.safetensors")
+    opened = open_checkpoint(tmp_path)
+    assert torch.equal(opened.get("a"), torch.ones(4))
+    save_file({"a": torch.zeros(4), "c": torch.zeros(500)}, tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="has changed while it was being read: start again"):
+        opened.get("b")
 
 
 def test_nothing_there(tmp_path):
@@ -773,6 +787,32 @@ def test_replacing_keeps_what_nybble_did_not_write(plain, tmp_path):
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/thesis.txt")) == [
         "out.old/thesis.txt", "out.partial/thesis.txt"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.old", "out.partial"]
+
+
+def test_writers_of_one_directory_at_the_same_time_all_succeed_and_one_stays_whole(tmp_path):
+    def write(which: int) -> None:
+        with staged(tmp_path / "out") as partial:
+            for name in ("config.json", "a.txt", "b.txt"):
+                (partial / name).write_text(f'{{"nybble": {which}}}')
+
+    for i in range(40):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(4 * i, 4 * i + 4)))
+        assert len({file.read_text() for file in (tmp_path / "out").iterdir()}) == 1
+        assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a.txt", "b.txt", "config.json"]
+        assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_directory_that_somebody_made_meanwhile_is_kept(tmp_path):
+    def write() -> None:
+        with staged(tmp_path / "out") as partial:
+            (partial / "config.json").write_text('{"nybble": {}}')
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "thesis.txt").write_text("x")
+
+    with pytest.raises(FileExistsError, match="not written by Nybble"):
+        write()
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/thesis.txt"]
 
 
 def test_a_failed_replacement_puts_the_old_one_back_and_the_dead_are_swept(plain, tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ def test_calibrated_scales_are_the_largest_k_and_v(tmp_path, family, per_head):
     found = calibrate_kv(tmp_path / "m", tmp_path / "text.txt", per_head, samples=6, sequence_length=200, device="cpu")
     ids = load_tokenizer(tmp_path / "m").encode(TEXT, add_special=False)
     cache = Largest()
-    for window in take_windows(ids, 6, 200):
+    for window in take_windows(ids, 6, 200, 384):
         fresh = Largest()
         fresh.seen = cache.seen
         with torch.no_grad():
@@ -194,6 +194,12 @@ def test_too_little_text_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT[:800])
     with pytest.raises(ValueError, match="800 tokens are too few"):
         calibrate_kv(tmp_path / "m", tmp_path / "text.txt", samples=4, sequence_length=200, device="cpu")
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path):
+    make_tiny(tmp_path / "m", "llama", vocab_size=100)
+    with pytest.raises(ValueError, match=r"makes token \d+ of the calibration text, its model has 100: the two do not belong"):
+        calibrate_kv(tmp_path / "m", samples=4, sequence_length=256, device="cpu")
 
 
 def test_damage_is_measured_and_said(tmp_path, monkeypatch):

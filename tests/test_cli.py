@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from tiny import make_tiny
 
 from nybble import LLM, SamplingParams
+from nybble.cli import app
 
 
 def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -93,6 +96,30 @@ def test_a_tensor_that_is_missing_is_one_line(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"nybble: {tmp_path} has no tensor 'model.layers.2.")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_in_this_directory_is_called_by_its_name(tmp_path, monkeypatch, capsys):
+    make_tiny(tmp_path / "tiny" / "inner")
+    make_tiny(tmp_path / "tiny")
+    for place, path in (("tiny", "."), ("tiny/inner", "..")):
+        monkeypatch.chdir(tmp_path / place)
+        (tmp_path / "text").write_text("to be or not to be")
+        app(["eval", path, "--ppl", str(tmp_path / "text"), "--device", "cpu"], result_action="return_value")
+        assert capsys.readouterr().out.startswith("tiny: 16bit")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    def fill() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+    make_tiny(tmp_path / "tiny")
+    arguments = [tmp_path / "tiny", "-o", tmp_path / "out", "--method", "rtn", "--transform", "none", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-m", "nybble", "quantize", *arguments], capture_output=True, text=True, timeout=120,
+                          check=False, preexec_fn=fill)
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+    assert "File too large" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_option_is_refused():

@@ -299,6 +299,10 @@ def test_bad_tasks_say_what_to_do(checkpoint: Path, tmp_path: Path):
     (tmp_path / "copa.jsonl").write_text("no json\n")
     with pytest.raises(ValueError, match="line 1"):
         evaluate(checkpoint, ["copa"], tmp_path)
+    (tmp_path / "RTE").mkdir()
+    (tmp_path / "RTE" / "val.jsonl").write_text('{"premise": "It rains.", "hypothesis": "It is wet.", "label": "entailment"}\n')
+    for place in ("", tmp_path, tmp_path / "RTE", tmp_path / "RTE" / "val.jsonl"):
+        assert [item.gold for item in read_task("rte", place, tmp_path)] == [0]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the task sets are not here")
@@ -423,6 +427,8 @@ def test_the_report_is_one_page(checkpoint: Path, quantized: Path):
     json.dumps(content, allow_nan=False)
     alone_page, _ = report(quantized, None, None, window=64, max_windows=1, device="cpu")
     assert "--against" in alone_page
+    once, _ = report(quantized, checkpoint, checkpoint / "text.txt", window=64, max_windows=1, device="cpu")
+    assert "<small>unknown from one item</small>" in once
 
 
 def test_the_report_doubts_unrelated_models(checkpoint: Path, tmp_path: Path):
@@ -446,7 +452,7 @@ def test_the_verdict_is_the_worse_of_both(change: float, kl: float, agreement: f
     assert said in verdict(change, Divergence(kl, kl, agreement, 100), "mine", "original")
 
 
-def test_outputs_are_looked_at_before_the_work(checkpoint: Path, tmp_path: Path):
+def test_outputs_are_looked_at_before_the_work(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def command(*words: object) -> None:
         app([*map(str, words), "--device", "cpu"], result_action="return_value")
 
@@ -458,6 +464,11 @@ def test_outputs_are_looked_at_before_the_work(checkpoint: Path, tmp_path: Path)
     for name, cure in (("r3.json", "r3.html"), ("", "report.html")):
         with pytest.raises(ValueError, match=f"the JSON goes beside it; try .*{cure}"):
             command("report", "nowhere", "-o", tmp_path / name)
+    with monkeypatch.context() as read_only:
+        read_only.setattr("os.access", lambda path, mode: path != checkpoint)
+        for words in (("report", checkpoint), ("eval", "nowhere", "--ppl", "x", "--json", checkpoint / "x.json")):
+            with pytest.raises(PermissionError, match=f"{checkpoint}.* read-only"):
+                command(*words)
     out = tmp_path / "new" / "x.json"
     command("eval", checkpoint, "--ppl", checkpoint / "text.txt", "--window", 64, "--max-windows", 1, "--json", out)
     assert json.loads(out.read_text())["model"]["tasks"][0]["items"] == 1

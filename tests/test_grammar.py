@@ -13,6 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from msgspec.structs import replace
 from tiny import make_tiny
 from tokenizers import Tokenizer
 
@@ -199,6 +200,28 @@ def test_a_call_that_has_to_be_made(llm, form):
         assert seen
         assert seen <= names
         assert most == 1 or (choice == "required" and several and form != "Llama 3")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_that_does_not_call_keeps_to_the_response_format(llm, form):
+    llm.tokenizer.templates["default"] = "{{ tools }}" + FORMATS[form].phrase
+    schema = {"type": "object", "properties": {"age": {"enum": [7, 8]}}, "required": ["age"], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [GREET, WAIT], "response_format": asked}
+    request = decode(ChatRequest, json.dumps(body).encode())
+    params, seen = tools_of(request, llm.tokenizer).applied(request.params()), set()
+    for seed in range(30):
+        answer = llm.generate("hi", replace(params, seed=seed, max_tokens=400))
+        content, calls = ToolText(FORMATS[form]).push(answer.text, final=True)
+        if answer.finish_reason == "stop":
+            assert calls or json.loads(content)["age"] in (7, 8)
+            assert not calls or content == ""
+            assert all(is_call(one["function"]["name"], one["function"]["arguments"]) for one in calls)
+            seen.add(bool(calls))
+    assert seen == {True, False}
+    body["tool_choice"] = "required"
+    request = decode(ChatRequest, json.dumps(body).encode())
+    assert '"age"' not in tools_of(request, llm.tokenizer).applied(request.params()).grammar.text
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def test_streams_read_by_turns_lose_nothing(llm):
     assert all_free(llm)
 
 
+def test_threads_share_a_model(llm):
+    prompts = [f"thread {i} " * (i + 1) for i in range(6)]
+    alone = [llm.generate(prompt, greedy(max_tokens=12)).token_ids for prompt in prompts]
+    with ThreadPoolExecutor(6) as threads:
+        together = list(threads.map(lambda prompt: llm.generate(prompt, greedy(max_tokens=12)).token_ids, prompts * 3))
+    assert together == alone * 3
+    assert all_free(llm)
+
+
 def test_a_repeated_prompt_comes_from_the_cache_and_answers_the_same(llm):
     prompt = token_ids(1, 50, seed=3).tolist()[0]
     first, second = llm.generate(prompt, GREEDY), llm.generate(prompt, GREEDY)
@@ -208,6 +218,13 @@ def test_params_of_the_wrong_type_are_refused_and_one_stop_string_is_one():
     for name, value in (("max_tokens", 2.5), ("n", True), ("top_k", None), ("temperature", "hot"), ("top_p", None)):
         with pytest.raises(ValueError, match=f"{name} = "):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("option", "near"), [("max_batch_size", "max_batch"), ("context", "max_context"), ("tp", "max_batch"),
+                                              ("tensor_parallel_size", "tensor_parallel"), ("devices", "device")])
+def test_an_unknown_option_is_named_with_those_like_it(folder, option, near):
+    with pytest.raises(ValueError, match=rf"no option {option}; there are .*\b{near}\b"):
+        LLM(folder / "float", device="cpu", **{option: 1})
 
 
 def test_what_is_no_conversation_is_refused(llm):

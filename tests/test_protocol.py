@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedRunner, small
+from test_text import byte_fallback
 
 from nybble.engine.client import EngineDied, joined
 from nybble.engine.core import Engine
 from nybble.engine.messages import Delta, SamplingParams, Submit, TokenLogprob
+from nybble.serve.answers import ChatAnswer, CompletionAnswer
 from nybble.serve.protocol import ChatRequest, CompletionRequest, Message, RequestError, decode, neutral_values
-from nybble.serve.stream import TextStream
-from nybble.serve.tools import FORMATS, ToolText
+from nybble.serve.stream import Piece, TextStream
+from nybble.serve.tools import FORMATS, Tools, ToolText
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ANY_JSON = st.recursive(
@@ -91,6 +93,34 @@ def test_unsupported_fields_take_only_their_neutral_values(kind, base, fields):
             with pytest.raises(RequestError) as caught:
                 decode(kind, json.dumps(base | {name: value}).encode()).params()
             assert (caught.value.status, caught.value.error["param"]) == (400, name)
+
+
+def test_tokens_that_differ_by_a_space_keep_apart():
+    tokenizer = byte_fallback()
+    spaced, plain = (tokenizer.backend.token_to_id(piece) for piece in ("▁a", "a"))
+    drawn = [TokenLogprob(spaced, -0.5, [(spaced, -0.5), (plain, -1.5)]), TokenLogprob(plain, -0.25, [(plain, -0.25)])]
+    params = SamplingParams(logprobs=2)
+    body = CompletionRequest(model="m", prompt="b")
+    text = CompletionAnswer("m", tokenizer, params, body, None).choice(0, " aa", drawn, "stop")
+    assert text["logprobs"] == {"tokens": [" a", "a"], "token_logprobs": [-0.5, -0.25], "text_offset": [0, 2],
+                                "top_logprobs": [{" a": -0.5, "a": -1.5}, {"a": -0.25}]}
+    body = ChatRequest(model="m", messages=[Message(role="user", content="b")])
+    [first, _] = ChatAnswer("m", tokenizer, params, body, None).choice(0, "aa", drawn, "stop")["logprobs"]["content"]
+    assert (first["token"], first["bytes"]) == (" a", [*b" a"])
+
+
+def test_a_forced_call_that_is_cut_short_is_no_content():
+    tokenizer = byte_fallback()
+    body = ChatRequest(model="m", messages=[Message(role="user", content="b")])
+    written, form = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"na', FORMATS["Hermes and Qwen"]
+    for forced in ((), ("f",)):
+        tools = Tools(form, (), forced, True, None)
+        for text, calls, content in ((written, ["f"], '{"na'), (written[-16:], [], '<tool_call>\n{"na')):
+            whole = ChatAnswer("m", tokenizer, SamplingParams(), body, tools).choice(0, text, [], "length")
+            assert [call["function"]["name"] for call in whole["message"].get("tool_calls", ())] == calls
+            assert whole["message"]["content"] == (None if forced else content)
+            chunks = ChatAnswer("m", tokenizer, SamplingParams(), body, tools).chunks(Piece(0, text, [], 9, 0, "length"))
+            assert bool(forced) != any("content" in chunk["delta"] for chunk in chunks)
 
 
 def test_message_fields_that_clients_send_back():

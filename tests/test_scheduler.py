@@ -284,46 +284,6 @@ def test_few_prompt_tokens_wait_for_the_interval_and_many_do_not(monkeypatch: py
                 break
 
 
-def test_prompts_go_beside_rows_that_generate_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nybble.engine.scheduler.LEAST_BESIDE", 2)
-    monkeypatch.setattr("nybble.engine.scheduler.WORTH_A_STEP", 1)
-    scheduler = Scheduler(Limits(64, SIZE, 4, 64, prefix_caching=False, beside_tokens=8))
-    device = Device(scheduler)
-
-    def step() -> Plan:
-        plan = scheduler.plan()
-        commit(scheduler, device.run(plan))
-        return plan
-
-    def shape(plan: Plan | None) -> tuple | None:
-        return plan and (plan.counts, shape(plan.beside), plan.shares, plan.joins)
-
-    for name in "ab":
-        scheduler.add(request(name, [1] * 3, 40))
-    assert shape(step()) == ([3, 3], None, False, False)
-    c, d = request("c", [2] * 11, 9), request("d", [3] * 3, 9)
-    scheduler.add(c)
-    scheduler.add(d)
-    first = step()
-    assert shape(first) == ([1, 1], ([8], None, False, False), True, False)
-    assert (first.beside.requests, first.beside.samples) == ([c], [])
-    assert shape(step()) == ([1, 1], None, True, False), "one at a time"
-    device.run(first.beside)
-    scheduler.rejoin()
-    second = step()
-    assert shape(second) == ([1, 1], ([3, 3], None, False, False), True, True)
-    assert second.beside.samples == [0, 1]
-    drawn = device.run(second.beside)
-    scheduler.finish(c, "abort")
-    assert shape(step()) == ([1, 1], None, True, True), "its blocks may be another's now"
-    assert shape(step()) == ([1, 1], None, True, False)
-    scheduler.rejoin()
-    commit(scheduler, drawn)
-    assert shape(step()) == ([1, 1, 1], None, False, True), "what it drew goes on"
-    scheduler.add(request("e", [4] * 17, 9))
-    assert shape(step()) == ([1, 1, 1, 17], None, False, False), "more than two steps beside"
-
-
 def test_requests_in_one_step_share_the_prefix_that_one_of_them_computes() -> None:
     scheduler = Scheduler(Limits(64, SIZE, 4, 64))
     for name in "abc":

@@ -798,7 +798,6 @@ ANSWER = {answer!r}.encode() + bytes([10])
 
 class Script:
     vocab_size, num_blocks, max_context, max_batched_tokens, bytes_per_token, overlap = 259, 256, 512, 256, 1, False
-    beside_tokens, launch_beside, beside_ends = 0, print, print  # never called; None is no method of a Runner
     decode_steps, decode_wall_s, decode_busy_s, pause_s = 0, 0.0, 0.0, 0.0
 
     def launch(self, plan):

@@ -312,6 +312,7 @@ def byte_level() -> Tokenizer:
     return Tokenizer(backend, {}, {}, (), None)
 
 
+EMOJI = [f"<0x{b:02X}>" for b in "😀".encode()]
 KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
 
 
@@ -332,6 +333,29 @@ def test_stream_joins_to_decode(kind, data):
         at += size
     sent += stream.flush()
     assert sent == tokenizer.backend.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_prompt_and_what_goes_on_from_it_join_to_their_text(kind, data):
+    tokenizer = KINDS[kind]
+    pieces = {"byte fallback": ["a", "b", "▁a", "▁", "▁▁", "é", "<0x0A>", "</s>"],
+              "byte level": ["a", "b", "ab", "Ġ", "Ċ", "<end>"]}[kind]
+    ids = st.sampled_from([tokenizer.backend.token_to_id(piece) for piece in pieces])
+    emoji = [tokenizer.backend.token_to_id(piece) for piece in EMOJI] if kind == "byte fallback" else []
+    prompt = data.draw(st.lists(ids, max_size=6)) + data.draw(st.sampled_from([[], emoji]))
+    answer = data.draw(st.lists(ids, max_size=6))
+    stream = tokenizer.stream(True, prompt)
+    sent = "".join(stream.push([one]) for one in answer) + stream.flush()
+    assert tokenizer.decode(prompt) + sent == tokenizer.backend.decode(prompt + answer)
+
+
+def test_a_character_begun_in_the_prompt_is_no_text_of_the_answer():
+    tokenizer = KINDS["byte fallback"]
+    first, *rest = (tokenizer.backend.token_to_id(f"<0x{b:02X}>") for b in "日".encode())
+    stream = tokenizer.stream(True, [first])
+    assert stream.push(rest) + stream.flush() == tokenizer.backend.decode(rest)
 
 
 @pytest.mark.parametrize("kind", KINDS)

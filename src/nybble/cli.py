@@ -63,8 +63,8 @@ def quantize(
     :param kv: What the KV cache holds when the checkpoint is served; fp8 is calibrated: K and V scales apart.
     :param kv_per: FP8 scales per layer, or per head of a layer.
     :param format: tgi writes FP8 KV scales as TGI reads them: kv_scale and kv_cache_torch_dtype.
-    :param recipe: A TOML file with all settings; options given here win. "auto" measures every layer and picks its scheme
-        within --bits, 5.0 if not given.
+    :param recipe: A TOML file with all settings, or a checkpoint made with them; options given here win. "auto" measures every
+        layer and picks its scheme within --bits, 5.0 if not given.
     :param bits: Bits per weight, scales included, that the linears may take on average; makes any recipe choose layer by layer.
     :param group_scales: int makes the scales of groups of 128 whole multiples of one per channel, which the integer kernel runs
         almost as fast as one scale per channel; float leaves them free.
@@ -246,10 +246,10 @@ def evaluate(
     asked = ([f"ppl:{ppl}"] if ppl else []) + [task for task in tasks.split(",") if task.strip()]
     options = {"data": data, "window": window, "max_windows": max_windows, "limit": limit, "shots": shots, "device": device,
                "tensor_parallel": tensor_parallel or 1}
-    if json is not None:  # before the long work
+    if json is not None:
         if json.is_dir():
             raise ValueError(f"--json {json}: is a directory; wants a file")
-        json.parent.mkdir(parents=True, exist_ok=True)
+        make_room(json)
     with progress_bars() as progress:
         before = None
         if against is not None:
@@ -325,8 +325,7 @@ def report(
     if target.is_dir() or target.suffix.lower() == ".json":
         wanted = target / "report.html" if target.is_dir() else target.with_suffix(".html")
         raise ValueError(f"--output {target}: names the page, the JSON goes beside it; try {wanted}")
-    if output is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    make_room(target)
     asked = [task for task in tasks.split(",") if task.strip()]
     with progress_bars() as progress:
         page, content = run(local(model), against and local(against), text, asked, data, limit, max_windows=max_windows, kv=kv,
@@ -397,8 +396,8 @@ def bench_offline(
     model: str, *, scheme: str | None = None, kv: Annotated[KvName, Parameter(help="KV cache type.")] = "int8",
     requests: int = 1000, concurrency: int = 128, input_mean: float = 248, output_mean: float = 240, longest: int = 1024,
     order: Literal["longest", "arrival"] = "longest", dummy: bool = False, kv_memory: KvMemory = None,
-    max_batched_tokens: int | None = None, prefill_interval: int | None = None, prefill_share: float | None = None,
-    results: Path | None = None, tensor_parallel: TensorParallel = None, device: Device = "auto",
+    max_batched_tokens: int | None = None, prefill_interval: int | None = None, results: Path | None = None,
+    tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
     """Throughput of the engine in this process on requests with log-normal lengths, drain included.
 
@@ -414,7 +413,6 @@ def bench_offline(
     :param dummy: Random weights of that shape, made on the device.
     :param max_batched_tokens: Tokens in one step.
     :param prefill_interval: Steps between starts of new prompts while half of the requests generate.
-    :param prefill_share: Of the GPU's multiprocessors, for prompts beside generated tokens (0: prompts mix with those).
     :param results: Append one JSON line here.
     """
     from nybble.bench.offline import run
@@ -422,7 +420,7 @@ def bench_offline(
     print(run(model, scheme=scheme, kv=kv, requests=requests, concurrency=concurrency, input_mean=input_mean,
               output_mean=output_mean, longest=longest, order=order, dummy=dummy, results=results, device=device,
               **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval,
-                      prefill_share=prefill_share, tensor_parallel=tensor_parallel)))
+                      tensor_parallel=tensor_parallel)))
 
 
 bench.command("nybble.bench.serving:command", name="serving", help="""Latency and throughput of a running server (ours, vLLM,
@@ -436,6 +434,15 @@ bench.command("nybble.bench.kernels:command", name="kernels",
 def given(**options: object) -> dict[str, object]:
     """Without those that were not asked for."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def make_room(file: Path) -> None:
+    """Make the directory for a file that comes at the end of long work. Raises OSError where it could not be written."""
+    import os
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(file.parent, os.W_OK):
+        raise PermissionError(f"{file} cannot be written: its directory is read-only, name another place")
 
 
 def local(model: Path) -> Path:

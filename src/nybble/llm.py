@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from itertools import count, islice
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from nybble.engine.messages import Delta, Info, Refused, SamplingParams, Submit, TokenLogprob
 from nybble.serve.stream import TextStream, text_stream
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from nybble.engine.core import Engine
 
 Prompt = str | list[int]
@@ -69,16 +69,21 @@ class LLM:
         from nybble.text import load_tokenizer
 
         self.path = Path(path)
+        known = [*(option.name for option in fields(EngineConfig)), "device", "progress"]
+        if unknown := [name for name in engine if name not in known]:
+            near = get_close_matches(unknown[0], known, 3, 0.5) or known
+            raise ValueError(f"LLM has no option {unknown[0]}; there are {', '.join(near)}")
         config = EngineConfig(kv=None if kv == "auto" else kv, **engine)
         self.engine = open_engine(self.path, device, config, progress)
         self.tokenizer = load_tokenizer(self.path)
         self._ids = count()
         self._mail: dict[str, list[Delta | Refused]] = {}  # request -> its call's inbox: streams may be read by turns
+        self._turn = Lock()  # threads that share this take turns at the engine; a step serves all of their requests
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -125,9 +130,8 @@ class LLM:
     def chat(self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None) -> Any:
         """Like `generate`, for lists of {"role", "content"} messages through the model's chat template."""
         single = bool(conversations) and isinstance(conversations[0], dict)
-        batch = [conversations] if single else list(conversations)
-        answers = self.generate([self.render(messages) for messages in batch], params or SamplingParams(max_tokens=None))
-        return answers[0] if single else answers
+        prompts = self.render(conversations) if single else [self.render(messages) for messages in conversations]
+        return self.generate(prompts, params or SamplingParams(max_tokens=None))
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Pieces of text as they are generated. Leaving the loop early aborts the request."""
@@ -166,15 +170,19 @@ class LLM:
                    for index, (prompt, params) in enumerate(zip(prompts, each))]
         for index, submit in enumerate(submits):
             self._mail[submit.request_id] = inbox
+            before = submit.token_ids if isinstance(prompts[index], str) else ()  # ids may end in a chat's own marks
             live[submit.request_id] = [(Response(input_token_len=len(submit.token_ids), index=index, choice=choice),
-                                        text_stream(self.tokenizer, submit.params)) for choice in range(submit.params.n)]
+                                        text_stream(self.tokenizer, submit.params, before))
+                                       for choice in range(submit.params.n)]
         try:
-            self._opened().submit(*submits)
+            with self._turn:
+                self._opened().submit(*submits)
             while live:
-                if not inbox:
-                    for event in self._opened().step():
-                        self._mail.get(event.request_id, []).append(event)
-                events, inbox[:] = inbox[:], []
+                with self._turn:
+                    if not inbox:
+                        for event in self._opened().step():
+                            self._mail.get(event.request_id, []).append(event)
+                    events, inbox[:] = inbox[:], []
                 for event in events:
                     if event.request_id not in live:
                         continue
@@ -183,10 +191,11 @@ class LLM:
                         raise ValueError(f"prompt {response.index}: {event.message} ({event.field})")
                     yield from self._advance(event, live)
         finally:
-            for request_id in live if "engine" in self.__dict__ else ():
-                self.engine.abort(request_id)
-            for submit in submits:
-                del self._mail[submit.request_id]
+            with self._turn:
+                for request_id in live if "engine" in self.__dict__ else ():
+                    self.engine.abort(request_id)
+                for submit in submits:
+                    del self._mail[submit.request_id]
 
     def _advance(self, delta: Delta, live: dict[str, list[tuple[Response, TextStream]]]) -> Iterator[Piece]:
         response, stream = live[delta.request_id][delta.index]
@@ -201,7 +210,8 @@ class LLM:
             if all(other.finish_reason is not None for other, _ in live[delta.request_id]):
                 del live[delta.request_id]
             if delta.finish_reason is None:
-                self._opened().abort(delta.request_id, delta.index)
+                with self._turn:
+                    self._opened().abort(delta.request_id, delta.index)
         yield Piece(text, response)
 
 

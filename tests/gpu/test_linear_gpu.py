@@ -178,6 +178,10 @@ HOPPER_TILES = [
     linear_hopper.Tile(256, 1, False, 3, memory=True, ahead=3),
     linear_hopper.Tile(16, 1, True, 5, 2, ahead=6),
     linear_hopper.Tile(64, 1, False, 6, 2, memory=True),
+    linear_hopper.Tile(64, 1, False, 3, memory=True, ahead=6),
+    linear_hopper.Tile(96, 1, waves=1, order=4, ahead=3),
+    linear_hopper.Tile(112, 2, ahead=3),
+    linear_hopper.Tile(144, 1, waves=1, order=4, ahead=3),
 ]
 
 

@@ -139,6 +139,21 @@ def test_16_bit_outputs_are_the_exact_ones_rounded(shape: tuple[int, int]) -> No
             assert torch.equal(out, exact[:tokens].bfloat16()), (tile, tokens)
 
 
+@pytest.mark.parametrize("shape", [(960, 128), (960, 256), (1024, 1152), (5120, 2176)])
+@pytest.mark.parametrize(("tile", "act"), [((1, None), PER_TOKEN_FP8), ((1, 128), GROUPS)])
+def test_16_bit_outputs_of_fp8_are_the_float32_ones_rounded(tile: tuple, act: Spec, shape: tuple[int, int]) -> None:
+    """Sums of one, two, nine and seventeen steps: outputs leave through the memory that the last two had."""
+    weight, x = float8_weight(*shape, tile), torch.randn(max(TOKENS), shape[1], device=CUDA)
+    kernel = linear_hopper_w8.KERNELS[1]
+    wanted = LinearShape(scheme_of(weight.spec, act), *shape, CUDA, torch.float32)
+    whole = kernel.run(kernel.pack(weight, wanted), x)
+    packed = kernel.pack(weight, replace(wanted, dtype=torch.bfloat16))
+    for chosen in (None, *WIDE[packed.kind]):
+        for tokens in TOKENS:
+            out = run_poisoned(kernel, replace(packed, tile=chosen), x[:tokens], shape[0])
+            assert torch.equal(out, whole[:tokens].bfloat16()), (chosen, tokens)
+
+
 def test_repeated_runs_in_a_graph_agree() -> None:
     """Launches overlap and share their cluster's copies: a race would show."""
     wanted, weight, x, exact = int8_case(5120, 2048)

@@ -158,6 +158,26 @@ def test_chunks_of_a_prompt_give_the_same_bits(name: str, window: int) -> None:
         assert torch.equal(torch.cat(parts), whole), sizes
 
 
+@pytest.mark.parametrize("dim", [128, 80])
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_layers_repeat_each_other_s_launches_whatever_their_scales(name: str, dim: int, monkeypatch) -> None:
+    from nybble.kernels import attention_triton as kernels
+
+    launch, launched = kernels.launch, []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, *rest, **options: launched.append(kernel) or
+                        launch(kernel, *rest, **options))
+    q, kv, step = case(name, [900, 1500, 70, 700], [1, 1, 70, 300], 8, 2, dim, 64)
+    before: dict = {}
+    for layer, (k_scale, v_scale) in enumerate([(0.05, 0.02), (0.5, 0.001), (0.01, 1.0)]):
+        if name == "fp8":
+            kv = replace(kv, k_scale=k_scale, v_scale=v_scale)
+        kv = replace(kv, **{part: x.flip(1) for part, x in vars(kv).items() if isinstance(x, torch.Tensor)})
+        found = kernels.attention(q.flip(0), kv, step, 0.1, 0, before=before)
+        assert len(launched) == len(set(launched)) * (layer + 1)
+        assert torch.equal(found, attend(q.flip(0), kv, step))
+
+
+
 def test_a_graph_replays_with_other_contexts() -> None:
     """Captured at full table width with padding rows; replayed after contexts and tables changed in place."""
     q, kv, step = case("int8", [900, 100, 30, 1], [1] * 4, 8, 8, 128, 64)
@@ -253,6 +273,28 @@ def test_silu_mul_turned_by_hadamard_s_matrix(ops: Ops, width: int, block: int) 
     torch.testing.assert_close(ops.silu_mul(x, False, block).double(), exact, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("width", [576, 13824])
+def test_what_is_not_a_number_reaches_the_scale_of_its_row(ops: Ops, width: int, bad: float, dtype: torch.dtype) -> None:
+    """Else a request that overflowed would go on with zeros where it should end with an error."""
+    x, weight = on_gpu(6, 2 * width, dtype=dtype), on_gpu(width, seed=1, dtype=dtype)
+
+    def rows() -> list[Rows]:
+        half = x[:, width:].contiguous()
+        return [ops.rms_norm(half, weight, 1e-5, half, True)[0], ops.quantize_rows(half), ops.silu_mul(x, True),
+                ops.silu_mul(x[:3], True), ops.silu_mul(x, True, 64)]
+
+    whole = rows()
+    x[1, width + 77] = bad
+    for found, before in zip(rows(), whole, strict=True):
+        assert not found.scale[1].isfinite()
+        others = torch.arange(len(found.scale)) != 1
+        assert torch.equal(found.scale[others], before.scale[others])
+        assert torch.equal(found.codes[others], before.codes[others])
+
+
+
 SHAPES = [(4, 1, 1, 4), (8, 2, 1, 1), (2, 2, 4, 4)]
 
 
@@ -291,6 +333,23 @@ def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: i
             assert torch.equal(seen, want)
         for one, other in zip(copies[0].values(), vars_of(cache), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_generated_token_that_is_not_a_number_reaches_the_scale_of_its_row(name: str) -> None:
+    from nybble.kernels import decode_hopper, nvrtc
+
+    if nvrtc.refusal(torch.device("cuda")):
+        pytest.skip("wants a Hopper GPU")
+    _, kv, step = case(name, [1, 33, 350], [1] * 3, 8, 2, 128, 64)
+    qkv, cos_sin = on_gpu(3, 12 * 128), torch.ones(1000, 128, device="cuda")
+    whole = decode_hopper.run(qkv, 8, kv, step, 0.1, cos_sin, True)
+    qkv[1] = float("nan")
+    found = decode_hopper.run(qkv, 8, kv, step, 0.1, cos_sin, True)
+    assert found.scale[1].isnan()
+    for row in (0, 2):
+        same_row(Rows(found.codes[row:], found.scale[row:]), whole, row)
+
 
 
 def vars_of(kv: LayerKV) -> list[torch.Tensor]:

@@ -65,10 +65,10 @@ def run(
     A closed loop: the next request is sent when one has ended. order: "longest" answers first, or "arrival". decode_ms_step
     is the median over steps in which all `concurrency` rows generate, gpu_busy the share of decode steps in which the device
     works, host_ms_step what the host does per step beside waiting, ttft_p50 the median seconds from a request to its first
-    token.
+    token, itl_p99 the seconds between two tokens of a request that one of a hundred exceeds.
     """
     from nybble.engine.config import EngineConfig
-    from nybble.engine.core import Engine, longest_first
+    from nybble.engine.core import Engine
     from nybble.engine.load import open_engine
     from nybble.engine.messages import Delta, SamplingParams, Submit
     from nybble.hardware import describe, pick_device
@@ -108,11 +108,11 @@ def run(
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in inputs]
     wanted = list(zip(prompts, outputs))
     if order == "longest":
-        wanted = longest_first(wanted, itemgetter(1), concurrency)
+        wanted.sort(key=itemgetter(1), reverse=True)
 
-    def generate(wanted: list[tuple[list[int], int]]) -> tuple[int, list[float], list[float]]:
-        """-> tokens, seconds of the steps in which all generate, seconds from each request to its first token."""
-        generated, steps, before, firsts, sent = 0, [], time.perf_counter(), [], {}
+    def generate(wanted: list[tuple[list[int], int]]) -> tuple[int, list[float], list[float], list[float]]:
+        """-> tokens; seconds of the steps in which all generate, from requests to their first tokens, and between tokens."""
+        generated, steps, before, firsts, gaps, sent = 0, [], time.perf_counter(), [], [], {}
         waiting = iter(enumerate(wanted))
         while True:
             for i, (prompt, length) in islice(waiting, concurrency - len(sent)):
@@ -120,16 +120,15 @@ def run(
                 sent[str(i)] = [time.perf_counter(), 0]
                 engine.submit(Submit(str(i), prompt, params))
             if not engine.has_work:
-                return generated, steps, firsts
+                return generated, steps, firsts, gaps
             deltas = [event for event in engine.step() if isinstance(event, Delta)]
             now = time.perf_counter()
             for delta in deltas:
                 if delta.error:
                     raise RuntimeError(delta.error)
                 request = sent[delta.request_id]
-                if not request[1]:
-                    firsts.append(now - request[0])
-                request[1] += len(delta.token_ids)
+                (gaps if request[1] else firsts).append(now - request[0])
+                request[0], request[1] = now, request[1] + len(delta.token_ids)
                 generated += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     del sent[delta.request_id]
@@ -140,7 +139,7 @@ def run(
     # Compile and capture everything once.
     generate([(prompts[i % requests][:WARM_INPUT], WARM_OUTPUT) for i in range(concurrency)])
     before, start = engine.info(), time.perf_counter()
-    generated, steps, firsts = generate(wanted)
+    generated, steps, firsts, gaps = generate(wanted)
     seconds, after = time.perf_counter() - start, engine.info()
     wall_s = after.decode_wall_s - before.decode_wall_s
     assert generated == sum(outputs), (generated, sum(outputs))
@@ -159,6 +158,7 @@ def run(
         "gpu_busy": round((after.decode_busy_s - before.decode_busy_s) / wall_s, 4) if wall_s else None,
         "host_ms_step": round((after.host_s - before.host_s) / (after.steps - before.steps) * 1e3, 3),
         "ttft_p50": round(median(firsts), 4),
+        "itl_p99": round(sorted(gaps)[len(gaps) * 99 // 100], 4) if gaps else None,
         "wall_s": round(seconds, 3),
         "device": describe(target),
         "command": f"nybble bench offline {model} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "

@@ -367,12 +367,13 @@ class Options:
         if self.concurrency is None and self.rate is None and self.trace is not None:
             return [Load()]
         given, kind = (self.concurrency or "128", int) if self.rate is None else (self.rate, float)
+        option = f"--{'concurrency' if self.rate is None else 'rate'} {given}"
         try:
             numbers = [kind(part) for part in given.split(",")]
         except ValueError:
-            raise ValueError(f"{given!r}: wants a number, or several with commas between") from None
+            raise ValueError(f"{option}: wants a number, or several with commas between") from None
         if min(numbers) <= 0:
-            raise ValueError(f"{given!r}: wants numbers above 0")
+            raise ValueError(f"{option}: wants numbers above 0")
         return [Load(concurrency=n) if self.rate is None else Load(rate=n) for n in numbers]
 
     def sizes(self, report: Callable[[str], object]) -> list[Size]:

@@ -8,12 +8,13 @@ are never loaded: they can run code.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -97,13 +98,14 @@ def read_header(file: Path) -> dict[str, Place]:
         with safe_open(file, "np"), file.open("rb") as opened:  # the first checks that
             length = int.from_bytes(opened.read(8), "little")
             entries = json.loads(opened.read(length), object_pairs_hook=partial(_once, file))
+            stamp = _stamp(opened)
     except SafetensorError as error:
         raise BrokenFile(file, str(error)) from error
     entries.pop("__metadata__", None)
     places = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         kind, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        read = partial(_read, file, name, 8 + length + first, last - first, DTYPES.get(kind), shape)
+        read = partial(_read, file, stamp, 8 + length + first, last - first, DTYPES.get(kind), shape)
         places[name] = Place(shape, DTYPES.get(kind), kind, read)
     return places
 
@@ -116,11 +118,18 @@ def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read(file: Path, name: str, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    raw = np.fromfile(file, np.uint8, size, offset=start)
-    if raw.size != size:
-        raise BrokenFile(file, f"it ends within tensor {name!r}")
+def _read(file: Path, stamp: tuple[int, int], start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    with file.open("rb") as opened:
+        if _stamp(opened) != stamp:
+            raise ValueError(f"{file} has changed while it was being read: start again")
+        raw = np.fromfile(opened, np.uint8, size, offset=start)
     return torch.from_numpy(raw).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)  # no view of nothing
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    """What tells that a file is another now."""
+    found = os.fstat(file.fileno())
+    return found.st_mtime_ns, found.st_size
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ complete: until then it is in .NAME.<random>/ beside it. Files in it that Nybble
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from nybble.checkpoint.writers import WRITERS
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, Scheme
 from nybble.text import load_tokenizer
-from nybble.text.errors import write_json
+from nybble.text.errors import read_json, write_json
 from nybble.text.gguf import find_gguf
 
 SHARD_BYTES = 5_000_000_000
@@ -40,8 +39,8 @@ CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
 # What is replaced with a checkpoint, whether the new one has it or not. (A licence is replaced by another, not dropped.)
 REPLACED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|additional_chat_templates|config\.json|quantize_config\.json|"
                       + "|".join(map(re.escape, (INDEX, *(name for name in CARRIED if "*" not in name)))))
-# What the source says about its own quantization, and is not true of what is written.
-STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "nybble")
+# What the source says about its own quantization and dtype, and is not true of what is written.
+STALE = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "nybble", "dtype")
 
 
 def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor | QTensor]],
@@ -58,13 +57,12 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
     behind then.
     """
     out = Path(os.path.abspath(out))  # "." has no name that another directory could take
-    check_target(out, source)
     if kv is not None and kv not in KV:
         raise ValueError(f"KV cache {kv!r} is not known; {', '.join(KV)} are")
     if format not in WRITERS:
         raise ValueError(f"format {format!r} is not written; {', '.join(WRITERS)} are")
     writer, dtype = WRITERS[format], source.dtype
-    with staged(out) as partial:
+    with staged(out, source.path) as partial:
         described, plain, scales, tgi = {}, [], {}, False
         shards = _Shards(partial, shard_bytes)
         for name, value in tensors:
@@ -97,7 +95,6 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
             plain.append("lm_head")  # tied to the embedding: the module exists without a tensor
         written = {key: value for key, value in config.items() if key not in STALE}
         written["torch_dtype"] = str(dtype).removeprefix("torch.")
-        written.pop("dtype", None)
         if described or not tgi:
             written["quantization_config"] = writer.block(described, plain)
         if hadamard:
@@ -115,20 +112,37 @@ def write_checkpoint(out: str | Path, config: dict[str, Any], tensors: Iterable[
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A directory that takes the place of `out` when the block ends well, and is gone otherwise."""
+def staged(out: Path, source: Path | None = None) -> Iterator[Path]:
+    """A directory that takes the place of `out` when the block ends well, and is gone otherwise. Of several at the same time
+    the last to end stays. Raises as `check_target`, before and after."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(out)
     aside, lock = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".nybble", dir=out.parent)), None
     try:
-        lock = lock_file(aside / "lock")
+        with alone_in(out.parent):
+            check_target(out, source)
+            _sweep(out)
+            lock = lock_file(aside / "lock")
         (aside / "new").mkdir()
         yield aside / "new"
-        replace_directory(aside / "new", out, aside / "old")
+        with alone_in(out.parent):
+            check_target(out, source)
+            _replace_directory(aside / "new", out, aside / "old")
     finally:
         if lock is not None:
             lock.close()
-        remove_aside(aside)
+        _remove_aside(aside)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Other writers wait until the block ends, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _kv_scheme(kv: str | None, scales: dict[str, Tensor], layers: int) -> dict[str, Any] | None:
@@ -206,24 +220,18 @@ def _carry_text(source: Path, folder: Path) -> None:
         shutil.copytree(source / "additional_chat_templates", folder / "additional_chat_templates")
 
 
-def check_target(out: Path, source: Checkpoint) -> None:
-    if not out.exists() and not out.is_symlink():
-        return
-    if out.resolve() == source.path.resolve():
+def check_target(out: Path, source: Path | None) -> None:
+    """Raises FileExistsError for a directory that is not Nybble's to replace, or is what is being read."""
+    if source is not None and out.exists() and out.resolve() == source.resolve():
         raise FileExistsError(f"{out} is the checkpoint that is being read: choose another output directory")
-    ours = out.is_dir() and not out.is_symlink() and (not any(out.iterdir()) or _is_ours(out / "config.json"))
-    if not ours:
+    ours = False
+    with suppress(OSError, ValueError):  # nothing there, no directory, one with somebody's broken config.json
+        ours = not out.is_symlink() and (not any(out.iterdir()) or "nybble" in read_json(out / "config.json"))
+    if os.path.lexists(out) and not ours:
         raise FileExistsError(f"{out} exists and was not written by Nybble, so it is not replaced: choose another directory")
 
 
-def _is_ours(config: Path) -> bool:
-    try:
-        return "nybble" in json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def replace_directory(partial: Path, out: Path, old: Path) -> None:
+def _replace_directory(partial: Path, out: Path, old: Path) -> None:
     """Put `partial` in the place of `out`, with what `out` held that Nybble does not write. old: a free name for the while."""
     if not out.exists():
         os.replace(partial, out)
@@ -245,7 +253,7 @@ def replace_directory(partial: Path, out: Path, old: Path) -> None:
         old.rmdir()
 
 
-def remove_aside(aside: Path) -> None:
+def _remove_aside(aside: Path) -> None:
     """A finished or dead writer's directory. Not what it may have died over putting back ("old")."""
     shutil.rmtree(aside / "new", ignore_errors=True)
     if not (aside / "old").exists():
@@ -260,7 +268,7 @@ def _sweep(out: Path) -> None:
         with suppress(OSError):
             held = lock_file(file)
             if held is not None:
-                remove_aside(file.parent)
+                _remove_aside(file.parent)
                 held.close()
 
 

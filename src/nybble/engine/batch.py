@@ -36,27 +36,14 @@ HOW = dict.fromkeys(PARAMETERS, np.float32) | {
 
 @dataclass(frozen=True)
 class Batch:
-    """A step on the device and how its samples are drawn. Token ids below 0 stand for pool[-1 - id]: not yet known here."""
+    """A step on the device and how its samples are drawn. A token id below 0 stands for pool[-1 - id], what that slot drew
+    last."""
 
     step: Step
     slots: Tensor  # int64 [S]: token pool row of each sample, the last one for padding
     draws: Draws | None  # None: all greedy and plain
     logprob_rows: list[int]  # of the samples
     logprob_count: int  # most alternatives any of them wants
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What stays while the same requests generate. how: a value for each that draws; None: all of them are greedy and plain."""
-
-    slots: np.ndarray  # int64 [rows]
-    sampled: np.ndarray  # int64 [S]: which rows draw
-    how: dict[str, np.ndarray] | None
-    penalized: Tensor | None  # int64 on the device: of those that draw, the ones with a penalty
-    any_random: bool
-    filtered: bool
-    logprob_rows: list[int]
-    logprob_count: int
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):
@@ -83,12 +70,11 @@ class Stage:
         self.width = -(-max_context // block_size)
         self._tables = np.zeros((max_batch, self.width), np.int32)
         self._how = {name: np.zeros(max_batch, dtype) for name, dtype in HOW.items()}
-        self._admission = [0] * max_batch  # whose they are, and how many blocks a table holds
-        self._filled = [0] * max_batch
-        # Of the step before, if all its rows generated: admissions, and the rows that follow when they do so again.
-        self._before: tuple[list[int], np.ndarray, Rows] | None = None
+        self._filled = [0] * max_batch  # blocks in each table
+        self._admission = np.zeros(max_batch, np.int64)  # whose table and parameters they are
+        self._drawn = np.full(max_batch, -1)  # position of the token that a slot drew last
         self._numbers = np.arange(max(max_tokens, max_rows) + 1)
-        _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, self.width) + _draw_fields(max_batch))
+        _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, self.width) + _draw_fields(max_batch, max_batch))
         pinned = device.type == "cuda"
         # Two, so that the next step is written while the copy of this one is under way; on a CPU the host buffer is used.
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
@@ -103,46 +89,63 @@ class Stage:
 
         Padding writes nothing (slot -1), reads block 0 and is not sampled.
         """
-        real, drawn = len(plan.requests), len(plan.samples)
+        real, samples = len(plan.requests), len(plan.samples)
         total = rows or tokens or plan.num_tokens
         width = width if width is not None else self.width_for(plan)
         starts = np.array(plan.starts, np.int64)
-        known, drawn_before = self._rows(plan, starts)
-        fields = _step_fields(total, rows or real, rows or drawn, width) + _draw_fields(drawn if known.how is not None else 0)
+        slots = np.array([request.slot for request in plan.requests], np.int64)
+        admissions = np.array([request.admission for request in plan.requests], np.int64)
+        follows = (self._drawn[slots] == starts) & (self._admission[slots] == admissions)
+        for row in np.flatnonzero(~follows | (starts % self.block_size == 0)):
+            self._update(plan.requests[row])
+        sampled = np.array(plan.samples, np.int64) if samples < real else self._numbers[:real]
+        drawing = slots[sampled]
+        how = None if self._how["plain"][drawing].all() else {name: values[drawing] for name, values in self._how.items()}
+        penalized = np.flatnonzero(how["penalized"]) if how else ()
+        fields = _step_fields(total, rows or real, rows or samples, width)
+        fields += _draw_fields(samples if how else 0, len(penalized))
         views, tensors, copied = self._views(fields, self._next_host())
 
-        query_start = views["query_start"]
+        query_start, token_ids = views["query_start"], views["token_ids"]
         query_start[: real + 1] = self._numbers[: real + 1]
-        positions, slots, used = starts, known.slots, real
+        positions, token_slots, used = starts, slots, real
         if plan.num_decode < real:
             np.cumsum(plan.counts, out=query_start[1 : real + 1])
             used = query_start[real]
             row = np.repeat(self._numbers[:real], plan.counts)
-            positions, slots = self._numbers[:used] + (starts - query_start[:real])[row], slots[row]
-        # What the step before drew lies in the pool, whether it is known here or not.
-        views["token_ids"][:used] = -1 - slots if drawn_before else _token_ids(plan)
+            positions, token_slots = self._numbers[:used] + (starts - query_start[:real])[row], slots[row]
+        token_ids[:used] = -1 - token_slots
+        for row in np.flatnonzero(~follows):
+            start, first = plan.starts[row], query_start[row]
+            known = plan.requests[row].tokens[start : start + plan.counts[row]]
+            token_ids[first : first + len(known)] = known
         views["positions"][:used] = positions
         block, offset = np.divmod(positions, self.block_size)
-        views["slots"][:used] = self._tables[slots, block] * np.int64(self.block_size) + offset
+        views["slots"][:used] = self._tables[token_slots, block] * np.int64(self.block_size) + offset
         ends = starts + (query_start[1 : real + 1] - query_start[:real])
+        self._drawn[drawing] = ends[sampled]
         views["context_len"][:real] = ends
-        views["block_table"][:real] = self._tables[known.slots, :width]
-        views["logit_rows"][:drawn] = query_start[known.sampled + 1] - 1
-        views["draw_slots"][:drawn] = known.slots[known.sampled]
+        views["block_table"][:real] = self._tables[slots, :width]
+        views["logit_rows"][:samples] = query_start[sampled + 1] - 1
+        views["draw_slots"][:samples] = drawing
         if used < total:
-            views["token_ids"][used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
+            token_ids[used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
         if rows is not None and real < rows:
             query_start[real + 1 :] = self._numbers[real + 1 : rows + 1]
             views["context_len"][real:], views["block_table"][real:] = 1, 0
             views["logit_rows"][real:] = self._numbers[real:rows]
             views["draw_slots"][real:] = len(self._tables)
-        draws = self._draws(plan, known, ends[known.sampled], views, tensors) if known.how is not None else None
+        draws, logprob_rows, logprob_count = None, [], 0
+        if how:
+            views["penalized"][:] = penalized
+            draws = self._draws(plan, how, ends[sampled], views, tensors)
+            logprob_rows, logprob_count = np.flatnonzero(how["logprobs"] >= 0).tolist(), max(0, int(how["logprobs"].max()))
         self._copy(*copied)
 
         prompt_context = self._width(plan, plan.num_decode) * self.block_size if plan.num_decode < real else None
         numbers = (rows or plan.num_decode, max(plan.counts[plan.num_decode :], default=0), width * self.block_size,
                    prompt_context)
-        return Batch(_step(tensors, numbers), tensors["draw_slots"], draws, known.logprob_rows, known.logprob_count)
+        return Batch(_step(tensors, numbers), tensors["draw_slots"], draws, logprob_rows, logprob_count)
 
     def staged(self, batch: Batch, graph: str) -> Staged:
         """Of the step that was packed last."""
@@ -171,68 +174,30 @@ class Stage:
         blocks = -(-longest // self.block_size)
         return min(1 << (blocks - 1).bit_length(), self.width)
 
-    def _rows(self, plan: Plan, starts: np.ndarray) -> tuple[Rows, bool]:
-        """-> the plan's rows, whose slots then have their tables and parameters; and whether the step before drew the token
-        that each of them holds."""
-        admissions = [request.admission for request in plan.requests]
-        if self._before is not None and admissions == self._before[0] and (starts == self._before[1]).all():
-            known = self._before[2]
-            for row in np.flatnonzero(starts % self.block_size == 0):
-                self._fill_table(plan.requests[row])
-            follows = True
-        else:
-            for request in plan.requests:
-                if self._admission[request.slot] != request.admission:
-                    self._move_in(request)
-                self._fill_table(request)
-            known, follows = self._read(plan), False
-        decodes = plan.num_decode == len(plan.requests) == len(plan.samples)
-        self._before = (admissions, starts + 1, known) if decodes else None
-        return known, follows
+    def _update(self, request: Request) -> None:
+        """Its slot's table and parameters."""
+        slot, blocks, params, how = request.slot, request.blocks, request.params, self._how
+        if self._admission[slot] != request.admission:
+            self._admission[slot], self._filled[slot], self._drawn[slot] = request.admission, 0, -1
+            for name in (*PARAMETERS, "min_tokens"):
+                how[name][slot] = getattr(params, name)
+            for name in ("seed", "num_prompt", "penalized", "plain"):
+                how[name][slot] = getattr(request, name)
+            how["top_k"][slot] = min(params.top_k, LARGEST_TOP_K)
+            how["logprobs"][slot] = -1 if params.logprobs is None else params.logprobs
+        filled = self._filled[slot]
+        self._tables[slot, filled : len(blocks)] = blocks[filled:]
+        self._filled[slot] = len(blocks)
 
-    def _move_in(self, request: Request) -> None:
-        slot, params, how = request.slot, request.params, self._how
-        self._admission[slot], self._filled[slot] = request.admission, 0
-        for name in (*PARAMETERS, "min_tokens"):
-            how[name][slot] = getattr(params, name)
-        for name in ("seed", "num_prompt", "penalized", "plain"):
-            how[name][slot] = getattr(request, name)
-        how["top_k"][slot] = min(params.top_k, LARGEST_TOP_K)
-        how["logprobs"][slot] = -1 if params.logprobs is None else params.logprobs
-
-    def _fill_table(self, request: Request) -> None:
-        filled, blocks = self._filled[request.slot], request.blocks
-        if filled != len(blocks):
-            self._tables[request.slot, filled : len(blocks)] = blocks[filled:]
-            self._filled[request.slot] = len(blocks)
-
-    def _read(self, plan: Plan) -> Rows:
-        slots = np.array([request.slot for request in plan.requests], np.int64)
-        sampled = np.array(plan.samples, np.int64)
-        how = {name: values[slots[sampled]] for name, values in self._how.items()}
-        if how["plain"].all():
-            return Rows(slots, sampled, None, None, False, False, [], 0)
-        penalized = np.flatnonzero(how["penalized"])
-        return Rows(
-            slots, sampled, how,
-            penalized=index(penalized, self.device) if len(penalized) else None,
-            any_random=bool((how["temperature"] > 0).any()),
-            filtered=bool(((how["top_k"] > 0) | (how["top_p"] < 1)).any()),
-            logprob_rows=np.flatnonzero(how["logprobs"] >= 0).tolist(),
-            logprob_count=max(0, int(how["logprobs"].max())),
-        )  # fmt: skip
-
-    def _draws(self, plan: Plan, rows: Rows, ends: np.ndarray, views: dict[str, np.ndarray],
+    def _draws(self, plan: Plan, how: dict[str, np.ndarray], ends: np.ndarray, views: dict[str, np.ndarray],
                tensors: dict[str, Tensor]) -> Draws:
         """ends: positions of the tokens to be drawn."""
-        how = rows.how
-        assert how is not None
         for name in (*PARAMETERS, "top_k"):
             views[name][:] = how[name]
         generated = ends - how["num_prompt"]
         views["keys"][:] = random_keys(how["seed"], generated)
         forbidden = np.array([(i, token) for i in np.flatnonzero(generated < how["min_tokens"])
-                              for token in plan.requests[rows.sampled[i]].stop_ids], np.int64)  # fmt: skip
+                              for token in plan.requests[plan.samples[i]].stop_ids], np.int64)  # fmt: skip
         return Draws(
             slots=tensors["draw_slots"][: len(ends)],
             temperature=tensors["temperature"],
@@ -243,9 +208,9 @@ class Stage:
             presence=tensors["presence_penalty"],
             frequency=tensors["frequency_penalty"],
             keys=tensors["keys"],
-            any_random=rows.any_random,
-            filtered=rows.filtered,
-            penalized=rows.penalized,
+            any_random=bool((how["temperature"] > 0).any()),
+            filtered=bool(((how["top_k"] > 0) | (how["top_p"] < 1)).any()),
+            penalized=tensors["penalized"] if len(tensors["penalized"]) else None,
             forbidden=tuple(index(forbidden.T.copy(), self.device)) if len(forbidden) else None,
         )
 
@@ -274,18 +239,6 @@ class Stage:
             event.record()
 
 
-def _token_ids(plan: Plan) -> list[int]:
-    """Below 0 where the token of a row that generates is not known yet."""
-    ids = [
-        request.tokens[start] if start < len(request.tokens) else -1 - request.slot
-        for request, start in zip(plan.requests[: plan.num_decode], plan.starts)
-    ]
-    for row in range(plan.num_decode, len(plan.requests)):
-        start = plan.starts[row]
-        ids += plan.requests[row].tokens[start : start + plan.counts[row]]
-    return ids
-
-
 def _step(tensors: dict[str, Tensor], numbers: Sequence[int | None]) -> Step:
     return Step(**{name: tensors[name] for name in TENSORS}, **dict(zip(NUMBERS, numbers)))
 
@@ -303,10 +256,11 @@ def _step_fields(tokens: int, rows: int, samples: int, width: int) -> Fields:
     )
 
 
-def _draw_fields(samples: int) -> Fields:
+def _draw_fields(samples: int, penalized: int) -> Fields:
     """After the step's fields, whose addresses then do not depend on how many rows are sampled."""
     return (
         ("top_k", torch.int64, (samples,)),
+        ("penalized", torch.int64, (penalized,)),
         ("keys", torch.int64, (samples, 2)),
         *((name, torch.float32, (samples,)) for name in PARAMETERS),
     )

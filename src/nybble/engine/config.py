@@ -22,9 +22,7 @@ class EngineConfig:
     num_blocks: overrides kv_memory. kv_memory: bytes (above 1), a fraction of the device for everything together (up to 1),
     None: what the device can spare. max_batch: requests running at once. max_batched_tokens: tokens in one step (None: 2048,
     256 on a CPU). max_context: tokens of prompt and answer (None: what the model was made for). prefill_interval: steps between
-    starts of few prompts while half of max_batch generates (None: max_batch / 16 up to 8 on a GPU, 1 on a CPU). prefill_share:
-    of a GPU's multiprocessors, on which prompts run beside the steps of 64 or more requests that generate (0: nowhere; None:
-    0.29 on Hopper; wants graphs, chunked prefill and one GPU). overlap:
+    starts of few prompts while half of max_batch generates (None: max_batch / 16 up to 8 on a GPU, 1 on a CPU). overlap:
     plan a step while the one before it runs (None: on a GPU). graphs: steps as CUDA graphs (None: on a GPU). eos_ids: end every
     request that does not ignore them. model_name, scheme, weights: reported, not used. activations: "int8" for weights made for
     16-bit ones (None: as the checkpoint says); once loaded, what they are in. seed: of requests that bring none; None is a
@@ -45,7 +43,6 @@ class EngineConfig:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     prefill_interval: int | None = None
-    prefill_share: float | None = None
     overlap: bool | None = None
     graphs: bool | None = None
     tensor_parallel: int = 1
@@ -58,8 +55,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: wants 1 or more")
-        if self.prefill_share is not None and not 0 <= self.prefill_share < 1:
-            raise ValueError(f"prefill_share = {self.prefill_share}: wants 0 (none) or a share of the GPU below 1")
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,16 +95,8 @@ class Runner(Protocol):
     max_batched_tokens: int
     bytes_per_token: int
     overlap: bool
-    beside_tokens: int  # most of a step for `launch_beside`; 0: this runner has none
     decode_steps: int  # these three: see `messages.Info`
     decode_wall_s: float
     decode_busy_s: float
 
     def launch(self, plan: Plan) -> Callable[..., Any]: ...
-
-    def launch_beside(self, plan: Plan) -> Callable[..., Any]:
-        """As `launch`, of a plan of prompts that runs beside what is launched later, after what was launched before."""
-
-    def beside_ends(self) -> bool:
-        """Whether the step that `launch_beside` was given last has ended, or is likely to when the one launched last does.
-        Asked once a step."""

@@ -1,8 +1,7 @@
 """The engine: requests in, tokens out, one step at a time. It decides when a request ends; it owns no tensor and no socket.
 
 A step plans, launches, and collects. With overlap it collects the step before the one it launched, so the device has work
-while the host counts tokens; what was drawn for a request that had already ended is dropped. Where the runner can, prompts are
-steps of their own, each of which runs beside several others and is collected once it has ended.
+while the host counts tokens; what was drawn for a request that had already ended is dropped.
 """
 
 from __future__ import annotations
@@ -23,17 +22,8 @@ from nybble.engine.scheduler import Limits, Plan, Scheduler
 __all__ = ["Engine", "EngineConfig"]
 
 Launched = tuple[Plan, Callable[..., Any]]
-SORTED_BATCHES = 5  # of `longest_first`
 COMPILING_WAIT_S = 0.01  # when there is nothing else to do; messages are read in between
 NOT_FINITE = "the model's logits are not finite for this request"
-
-
-def longest_first(requests: list, length: Callable[[Any], int], max_batch: int) -> list:
-    """In which order requests that are all there start: the last few batches of them by the length of their answers, the
-    longest first, so that the last of all end together, in steps with many rows (longest processing time first: Graham, 1969);
-    before them the others as they came, which spreads the short ones, whose prompts come soon after each other."""
-    at = max(0, len(requests) - SORTED_BATCHES * max_batch)
-    return requests[:at] + sorted(requests[at:], key=length, reverse=True)
 
 
 def default_interval(max_batch: int) -> int:
@@ -71,13 +61,11 @@ class Engine:
                 config.chunked_prefill,
                 config.prefix_caching,
                 config.prefill_interval or (default_interval(config.max_batch) if self.runner.overlap else 1),
-                self.runner.beside_tokens,
             )
         )
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
         self._answers: list[Delta | Refused] = []  # of submit and abort, for the next step to return
         self._in_flight: Launched | None = None
-        self._beside: Launched | None = None  # a step of prompts that runs while others do
         self._lost: Exception | None = None  # the device will never work again in this process
         self._steps = self._prompt_tokens = self._generated_tokens = self._seeded = 0
         self._host_s = self._waited_s = 0.0
@@ -87,10 +75,10 @@ class Engine:
     def submit(self, *messages: Submit) -> None:
         """Queue requests; one that can never run is refused in the next step's answers.
 
-        Several start in the order of `longest_first`."""
+        Of several, those whose answers may be longest start first: then the last of them end together, in steps with many rows
+        (longest processing time first: Graham, 1969)."""
         accepted = [request for message in messages for request in self._accept(message)]
-        longest = lambda request: request.params.max_tokens or self.max_context  # noqa: E731
-        for request in longest_first(accepted, longest, self.config.max_batch):
+        for request in sorted(accepted, key=lambda one: one.params.max_tokens or self.max_context, reverse=True):
             self.scheduler.add(request)
 
     def _accept(self, message: Submit) -> list[Request]:
@@ -169,7 +157,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._answers or self._in_flight or self._beside)
+        return bool(self._live or self._answers or self._in_flight)
 
     def live_ids(self) -> list[str]:
         """Requests that have not been answered to the end."""
@@ -183,7 +171,6 @@ class Engine:
         begin, waited = time.perf_counter(), self._waited_s
         answers, self._answers = self._answers, []
         self._add_compiled(answers)
-        ended = self._rejoin() if self._beside is not None and self.runner.beside_ends() else None
         launched = self._launch(answers)
         if self.runner.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -191,12 +178,8 @@ class Engine:
             launched = self._draw(launched, answers)
         if launched is not None:
             self._collect(*launched, answers)
-        elif self._beside is not None and self._in_flight is None:
-            ended = self._rejoin()
         elif self._compiling and self._in_flight is None:
             futures.wait([one for _, one in self._compiling], COMPILING_WAIT_S, futures.FIRST_COMPLETED)
-        if ended is not None:
-            self._collect(*ended, answers)
         self._in_flight = self._draw(self._in_flight, answers)
         self._host_s += time.perf_counter() - begin - (self._waited_s - waited)
         return answers
@@ -205,25 +188,12 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return None
-        if plan.beside is not None:
-            self._beside = self._draw(self._start(self.runner.launch_beside, plan.beside, answers), answers)
-            if self._beside is None:
-                self.scheduler.rejoin()
-        return self._start(self.runner.launch, plan, answers)
-
-    def _start(self, launch: Callable, plan: Plan, answers: list[Delta | Refused]) -> Launched | None:
         self._steps += 1
         try:
-            return plan, launch(plan)
+            return plan, self.runner.launch(plan)
         except Exception as error:
             self._fail(plan, error, answers)
             return None
-
-    def _rejoin(self) -> Launched | None:
-        """The step beside, whose requests are in the steps that are planned from now on."""
-        ended, self._beside = self._beside, None
-        self.scheduler.rejoin()
-        return ended
 
     def _draw(self, launched: Launched | None, answers: list[Delta | Refused]) -> Launched | None:
         """Masks for a launched step's rows with a grammar, now that all tokens before it are known."""

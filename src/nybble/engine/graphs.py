@@ -8,8 +8,7 @@ Graphs read the step from the stage's buffer, where steps of one shape always li
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,16 +38,6 @@ def token_buckets(max_tokens: int) -> list[int]:
     return [*(b for b in buckets if b < max_tokens), max_tokens]
 
 
-@contextmanager
-def following(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work for `stream`, after what the current one was given and before what that is given next."""
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
-
-
 @dataclass(frozen=True)
 class _Bytes:
     __cuda_array_interface__: dict
@@ -69,15 +58,18 @@ class Recorder:
 
     def rehearse(self, work: Callable[[], object]) -> None:
         """Run what will be recorded: it compiles, and libraries take the memory they keep for this stream."""
-        with following(self._stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             work()
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def graph(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """What `work` launches, once it has been rehearsed. Raises what it raises."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        self._stream.wait_stream(torch.cuda.current_stream())
         gc.disable()  # a collection could free a tensor of another stream in between
         try:
-            with following(self._stream):
+            with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool)
                 try:
                     work()
@@ -86,23 +78,18 @@ class Recorder:
         finally:
             if collects:
                 gc.enable()
+        torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
 
 class DecodeGraphs:
-    """`forward(step, slots)` launches the same kernels for every step of one shape, and returns tensors. least: rows of the
-    smallest step that is recorded."""
+    """`forward(step, slots)` launches the same kernels for every step of one shape, and returns tensors."""
 
     def __init__(self, forward: Callable[[Step, Tensor], tuple[Tensor, ...]], recorder: Recorder, max_batch: int,
-                 max_blocks: int, least: int = 1) -> None:
+                 max_blocks: int) -> None:
         self._forward, self._recorder = forward, recorder
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
-        self.rows, self.widths = [rows for rows in row_buckets(max_batch) if rows >= least], width_buckets(max_blocks)
-
-    @property
-    def shapes(self) -> list[dict[str, int]]:
-        """All there can be, as `Stage.pack` wants them, the largest first."""
-        return [{"rows": rows, "width": width} for width in reversed(self.widths) for rows in reversed(self.rows)]
+        self.rows, self.widths = row_buckets(max_batch), width_buckets(max_blocks)
 
     def shape_for(self, rows: int, blocks: int) -> tuple[int, int]:
         """What a step of so many rows with at most so many blocks is padded to."""
@@ -142,30 +129,22 @@ class MixedGraphs:
         self._attended: Tensor | None = None  # what attention leaves for the graph after it
         self.tokens = token_buckets(max_tokens)
 
-    @property
-    def shapes(self) -> list[dict[str, int]]:
-        """As of `DecodeGraphs`."""
-        return [{"tokens": tokens} for tokens in reversed(self.tokens)]
-
     def tokens_for(self, tokens: int) -> int | None:
         """What a step of so many tokens is padded to; None when no graph is that large."""
         return next((t for t in self.tokens if t >= tokens), None)
 
-    def run(self, step: Step, mark: Callable[[], None] | None = None) -> tuple[Tensor, Tensor | None]:
-        """(x, residual) of a step that the stage padded to a bucket: valid until the next replay. mark: called after each
-        attention."""
+    def run(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """(x, residual) of a step that the stage padded to a bucket: valid until the next replay."""
         cut = self._cuts[len(step.token_ids)]
         assert self._attended is not None
         attended, launches = self._attended[: len(step.token_ids)], {}
         for graph, attention, q, kv in cut.parts:
             graph.replay()
             attention.attend(q, kv, step, attended, launches)
-            if mark is not None:
-                mark()
         cut.last.replay()
         return cut.x, cut.residual
 
-    def record(self, step: Step, slots: Tensor) -> None:
+    def record(self, step: Step) -> None:
         """The largest step first: it takes the buffers that the others use parts of."""
         self._recorder.rehearse(lambda: attend(self._pieces(step), step))
         pieces, stops, ends = self._pieces(step), [], []

@@ -19,7 +19,7 @@ class Request:
     """Mutable state of completion `index` of request `request_id`. Only the scheduler writes the lengths and the blocks."""
 
     __slots__ = (
-        "admission", "beside", "blocks", "cached_tokens", "chain", "finish_reason", "grammar", "index", "max_tokens_total",
+        "admission", "blocks", "cached_tokens", "chain", "finish_reason", "grammar", "index", "max_tokens_total",
         "num_computed", "num_prompt",
         "num_registered", "num_tokens", "params", "penalized", "plain", "request_id", "seed", "slot", "stop_ids", "tokens",
     )  # fmt: skip
@@ -46,7 +46,6 @@ class Request:
         self.blocks: list[int] = []
         self.chain = 0  # identity of the cached prefix that ends at block `num_registered`
         self.num_registered = 0
-        self.beside = False  # in the step of prompts that runs beside: no other step may have it
         self.slot = NO_SLOT  # row of the device's token pool and block tables while running
         self.admission = 0  # serial number of the last time it was given blocks and a slot
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted

@@ -7,9 +7,8 @@ the step before.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,20 +19,19 @@ from torch import Tensor
 
 from nybble.engine.batch import Batch, Stage, Staged
 from nybble.engine.config import DEFAULT_KV, EngineConfig, Sampled
-from nybble.engine.graphs import DecodeGraphs, MixedGraphs, Recorder, following
+from nybble.engine.graphs import DecodeGraphs, MixedGraphs, Recorder
 from nybble.engine.kvcache import MemoryPlan, allocate, bytes_per_token, kv_budget
 from nybble.engine.messages import SamplingParams, TokenLogprob
 from nybble.engine.request import Request
 from nybble.engine.sampler import Counts, greedy, index, logprobs, sample
-from nybble.engine.scheduler import LEAST_BESIDE, Limits, Plan
-from nybble.kernels import partition, selftest
+from nybble.engine.scheduler import Limits, Plan
+from nybble.kernels import selftest
 from nybble.kernels.types import LayerKV, Step
 from nybble.models.decoder import Pieces, attend
 from nybble.nn.parallel import Group
 
 GRAPH_SLACK_BYTES = 64 << 20  # on top of what is measured: kernels that are loaded later
 LONGEST_STEP_MS = 1000.0  # a longer one was a pause between requests
-BESIDE_TOKENS = 1024  # most of a step of prompts beside others: more are hardly faster, and the first token comes later
 
 
 def tokens_triton() -> ModuleType:
@@ -41,30 +39,6 @@ def tokens_triton() -> ModuleType:
     from nybble.kernels import tokens_triton
 
     return tokens_triton
-
-
-@dataclass
-class Beside:
-    """A step of prompts on multiprocessors of its own, with its stage and graphs, and the graphs of steps that generate on the
-    others meanwhile."""
-
-    others: torch.cuda.Stream
-    stream: torch.cuda.Stream
-    stage: Stage
-    marks: list[torch.cuda.Event] = field(default_factory=list)  # in the step launched last, of which so many were passed
-    passed: int = 0
-    before: torch.cuda.Event | None = None  # the end of the step before that one
-    decode: DecodeGraphs | None = None
-    mixed: MixedGraphs | None = None
-
-    @property
-    def end(self) -> torch.cuda.Event | None:
-        """Of the step launched last, as far as it has been launched."""
-        return self.marks[-1] if self.marks else self.before
-
-    def mark(self) -> None:
-        self.marks.append(torch.cuda.Event())
-        self.marks[-1].record()
 
 
 class ModelRunner:
@@ -102,10 +76,6 @@ class ModelRunner:
         self._decode: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._recording = torch.cuda.Stream(device) if cuda else None
-        self.beside_tokens = min(BESIDE_TOKENS, self.max_batched_tokens)
-        self._beside = self._open_beside(config)
-        if self._beside is None:
-            self.beside_tokens = 0
         self._last: torch.cuda.Event | None = None  # end of the step before, when it was a decode step
         self.decode_wall_s = self.decode_busy_s = 0.0
         self.decode_steps = 0
@@ -114,9 +84,7 @@ class ModelRunner:
         cache = lambda blocks: allocate(shape, kv, blocks, config.block_size, device, scales=kv_scales)  # noqa: E731
         if cuda:
             self._check_attention(cache(1)[0])
-        workspace = self._measure(config.max_batch, tokens, cache) if cuda else 0
-        if self._beside is not None:
-            workspace += self._measure(config.max_batch, self.beside_tokens, cache, beside=True)
+        workspace = self._measure(limits, tokens, cache) if cuda else 0
         records = cuda and config.graphs is not False
         graphs = self._measure_graphs(config.max_batch, cache) if records else 0
         block_bytes = self.bytes_per_token * config.block_size
@@ -131,13 +99,10 @@ class ModelRunner:
         self.kv = cache(self.num_blocks)
         if records:
             before = self._taken()
-            for kind, stage in self._open_graphs(config.max_batch):
-                self._record(kind, stage, kind.shapes)
+            self._record(*self._open_graphs(config.max_batch))
             graphs = self._more_than(before)
-        if cuda:  # and torch keeps what they take: nobody else can have it
-            self._largest_step(config.max_batch, tokens)
-            if self._beside is not None:
-                self._largest_step(config.max_batch, self.beside_tokens, beside=True)
+        if cuda:
+            self._largest_step(limits, tokens)  # and torch keeps what it took: nobody else can have it
         self.memory = MemoryPlan(weights, workspace, graphs, self.num_blocks * block_bytes, self.num_blocks, config.block_size,
                                  self.bytes_per_token)
 
@@ -147,42 +112,13 @@ class ModelRunner:
             ops = self.model.layers[0].attention.ops
             selftest.check_attention(ops, kv, self.model.config.num_heads, window, self.model.dtype)
 
-    def _open_beside(self, config: EngineConfig) -> Beside | None:
-        """Multiprocessors for prompts, where `EngineConfig.prefill_share` and the device allow it. Raises ValueError when it
-        asks for what cannot be."""
-        share, nvidia = config.prefill_share, self.device.type == "cuda" and torch.version.hip is None
-        needs = {"an NVIDIA GPU": nvidia, "overlap": self.overlap, "graphs": config.graphs is not False,
-                 "chunked_prefill": config.chunked_prefill, "tensor_parallel = 1": self.group.size == 1,
-                 f"a max_batch of {LEAST_BESIDE} or more": config.max_batch >= LEAST_BESIDE}  # fmt: skip
-        missing = [name for name, there in needs.items() if not there]
-        if share and missing:
-            raise ValueError(f"prefill_share = {share}: wants {' and '.join(missing)}; leave it out, or 0")
-        usual = not missing and torch.cuda.get_device_capability(self.device)[0] == 9
-        share = (partition.SHARE if usual else 0) if share is None else share
-        if not share:
-            return None
-        count = round(share * torch.cuda.get_device_properties(self.device).multi_processor_count)
-        try:
-            others, stream = partition.split(self.device, count)
-        except (RuntimeError, OSError, AttributeError) as error:  # the last two: of a driver that knows no parts
-            warnings.warn(f"prompts do not run beside generated tokens: {error}", stacklevel=2)
-            return None
-        rows = min(config.max_batch, self.beside_tokens)
-        stage = Stage(self.beside_tokens, rows, config.max_batch, self.max_context, config.block_size, self.device)
-        return Beside(others, stream, stage)
-
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[..., Any]:
         """Queue a step on the device. The returned function waits for its tokens; of a step with grammars, see `Runner`."""
-        requests = self._drawing(plan)
-        if plan.joins and self._beside is not None:  # not the one that was launched for this very plan
-            end = self._beside.before if plan.beside is not None else self._beside.end
-            if end is not None:
-                torch.cuda.current_stream(self.device).wait_event(end)
+        requests = [plan.requests[row] for row in plan.samples]
         rows, decodes = len(requests), plan.num_decode == len(plan.requests) == len(plan.samples)
         if decodes and self._decode is not None:
-            batch = self._stage.pack(plan, *self._decode.shape_for(rows, self._stage.width_for(plan)))
-            graph = "shared" if plan.shares and rows >= LEAST_BESIDE else "decode"
+            batch, graph = self._stage.pack(plan, *self._decode.shape_for(rows, self._stage.width_for(plan))), "decode"
         else:
             padded = self._mixed.tokens_for(plan.num_tokens) if self._mixed is not None else None
             batch, graph = self._stage.pack(plan, tokens=padded), "" if padded is None else "mixed"
@@ -194,57 +130,8 @@ class ModelRunner:
             self._last = None
             return lambda: Sampled([])
         rest = (logits, tokens, batch, requests, begin if decodes else None)
-        return self._sample(*rest) if all(one.grammar is None for one in requests) else partial(self._draw, *rest)
-
-    @torch.inference_mode()
-    def launch_beside(self, plan: Plan) -> Callable[..., Any]:
-        """As `launch`, of a plan of prompts that runs beside what is launched later, after what was launched before."""
-        beside, requests = self._beside, self._drawing(plan)
-        assert beside is not None
-        beside.before, beside.marks, beside.passed = beside.end, [], 0
-        beside.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside.stream):
-            tokens = beside.mixed.tokens_for(plan.num_tokens) if beside.mixed is not None else None
-            batch = beside.stage.pack(plan, tokens=tokens)
-            logits = self._logits(batch, beside.mixed, beside.mark)
-            beside.mark()
-        if not requests:
-            return lambda: Sampled([])
-        rest = (logits, None, batch, requests, None)
-        if any(one.grammar is not None for one in requests):
-            return partial(self._drawn_beside, self._draw, *rest)
-        return self._drawn_beside(self._sample, *rest)
-
-    def _drawn_beside(self, draw: Callable[..., Callable[[], Sampled]], *given: Any) -> Callable[[], Sampled]:
-        assert self._beside is not None
-        last = self._last  # steps of the other stream are timed as if this one were not there
-        with torch.cuda.stream(self._beside.stream):
-            wait = draw(*given)
-            self._beside.mark()
-        self._last = last
-        return wait
-
-    def beside_ends(self) -> bool:
-        """Whether the step that `launch_beside` was given last has ended, or will when the one launched last does, should it
-        get as far in that as in the one before: since this was asked last."""
-        beside = self._beside
-        if beside is None:
-            return True
-        before = beside.passed
-        while beside.passed < len(beside.marks) and beside.marks[beside.passed].query():
-            beside.passed += 1
-        left = len(beside.marks) - beside.passed
-        return left == 0 or 0 < left <= beside.passed - before
-
-    def _drawing(self, plan: Plan) -> list[Request]:
-        """Who draws a token in this step, with the counts of what they had so far."""
-        requests = [plan.requests[row] for row in plan.samples]
-        for request in requests:
-            if request.penalized and self._counted[request.slot] != request.admission:
-                self._counted[request.slot] = request.admission
-                prompt = request.num_prompt
-                self._counts.reset(request.slot, request.tokens[:prompt], request.tokens[prompt:])
-        return requests
+        grammars = batch.draws is not None and any(one.grammar is not None for one in requests)
+        return partial(self._draw, *rest) if grammars else self._sample(*rest)
 
     @torch.inference_mode()
     def follow(self, staged: Staged) -> None:
@@ -260,14 +147,8 @@ class ModelRunner:
         """-> logits and greedy tokens, or None what is not computed."""
         if graph == "decode":
             return self._decode.run(batch.step, batch.slots)
-        if graph == "shared":
-            with following(self._beside.others):
-                return self._beside.decode.run(batch.step, batch.slots)
-        return self._logits(batch, self._mixed if graph else None), None
-
-    def _logits(self, batch: Batch, graphs: MixedGraphs | None, mark: Callable[[], None] | None = None) -> Tensor | None:
-        x, residual = graphs.run(batch.step, mark) if graphs is not None else attend(self._pieces(batch.step), batch.step)
-        return self.model.logits(self.model.final(x, residual, batch.step)) if len(batch.slots) else None
+        x, residual = self._mixed.run(batch.step) if graph else attend(self._pieces(batch.step), batch.step)
+        return self.model.logits(self.model.final(x, residual, batch.step)) if len(batch.slots) else None, None
 
     @property
     def lost(self) -> str | None:
@@ -310,7 +191,7 @@ class ModelRunner:
         return self._keep(slots, greedy(logits))
 
     def _keep(self, slots: Tensor, tokens: Tensor) -> Tensor:
-        self._pool[slots] = tokens
+        self._pool.index_copy_(0, slots, tokens)
         return tokens
 
     def _sample(self, logits: Tensor, tokens: Tensor | None, batch: Batch, requests: list[Request],
@@ -318,6 +199,8 @@ class ModelRunner:
         """tokens: greedy ones, if they are known. begin: of a step whose time is to be counted."""
         slots = batch.slots[: len(requests)]
         if batch.draws is not None:
+            if batch.draws.penalized is not None:
+                self._count(requests)
             tokens = self._keep(slots, sample(logits, batch.draws, self._counts))
             self._share_pool()
             if batch.draws.penalized is not None:
@@ -342,6 +225,14 @@ class ModelRunner:
             return Sampled(drawn, entries)
 
         return sampled
+
+    def _count(self, requests: list[Request]) -> None:
+        """What penalties look at, of requests that are new in their slots."""
+        for request in requests:
+            if request.penalized and self._counted[request.slot] != request.admission:
+                self._counted[request.slot] = request.admission
+                prompt = request.num_prompt
+                self._counts.reset(request.slot, request.tokens[:prompt], request.tokens[prompt:])
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -372,43 +263,37 @@ class ModelRunner:
         return wait
 
     @torch.inference_mode()
-    def _record(self, graphs: DecodeGraphs | MixedGraphs, stage: Stage, shapes: Iterable[dict[str, int]]) -> None:
-        """Graphs for steps of these shapes, before the first request. The one row that is not padding writes to block 0, which
-        nobody owns yet."""
+    def _record(self, decode: Iterable[tuple[int, int]], mixed: Iterable[int]) -> None:
+        """Graphs for decode steps of these (rows, width) and mixed steps of these numbers of tokens, before the first request.
+        The one row that is not padding writes to block 0, which nobody owns yet."""
         request = Request("", 0, [0], SamplingParams(max_tokens=None), 2, frozenset(), 0)
         request.slot, request.admission, request.num_tokens, request.blocks = 0, -1, 2, [0]
-        plan = Plan([request], [0], [1], int(isinstance(graphs, DecodeGraphs)), [0])
-        for shape in shapes:
-            batch = stage.pack(plan, **shape)
-            graphs.record(batch.step, batch.slots)
+        for rows, width in decode:
+            batch = self._stage.pack(Plan([request], [0], [1], 1, [0]), rows, width)
+            self._decode.record(batch.step, batch.slots)
+        for tokens in mixed:
+            step = self._stage.pack(Plan([request], [0], [1], 0, [0]), tokens=tokens).step
+            self._mixed.record(step)
         torch.cuda.synchronize(self.device)
 
-    def _open_graphs(self, max_batch: int) -> list[tuple[DecodeGraphs | MixedGraphs, Stage]]:
-        """Fresh graphs of each kind, with the stage of their steps."""
-        beside, recorder = self._beside, Recorder(self._recording)
+    def _open_graphs(self, max_batch: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Fresh graphs, and all that there can be, the largest first."""
+        recorder = Recorder(self._recording)
         self._decode = DecodeGraphs(self._decode_step, recorder, max_batch, self._stage.width)
         self._mixed = MixedGraphs(self._pieces, recorder, self.max_batched_tokens)
-        kinds = [(self._decode, self._stage), (self._mixed, self._stage)]
-        if beside is not None:
-            beside.decode = DecodeGraphs(self._decode_step, Recorder(beside.others), max_batch, self._stage.width, LEAST_BESIDE)
-            beside.mixed = MixedGraphs(self._pieces, Recorder(beside.stream), self.beside_tokens)
-            kinds += [(beside.decode, self._stage), (beside.mixed, beside.stage)]
-        return kinds
+        rows, widths = self._decode.rows, self._decode.widths
+        return [(r, w) for w in reversed(widths) for r in reversed(rows)], self._mixed.tokens[::-1]
 
     def _measure_graphs(self, max_batch: int, cache: Callable[[int], list]) -> int:
         """Bytes that all graphs will take: of each kind record the largest, then three more, over a cache of one block."""
         self.kv, total = cache(1), GRAPH_SLACK_BYTES
-        for kind in range(len(self._open_graphs(max_batch))):
-            graphs, stage = self._open_graphs(max_batch)[kind]
-            shapes = graphs.shapes
+        for kind in range(2):
+            shapes = self._open_graphs(max_batch)[kind]
             for some, of in ((shapes[:1], 1), (shapes[1:4], len(shapes) - 1)):
                 before = self._taken()
-                self._record(graphs, stage, some)
+                self._record(*((some, []) if kind == 0 else ([], some)))
                 total += self._more_than(before) * of // max(1, len(some))
-            del graphs
-        self._decode = self._mixed = None
-        if self._beside is not None:
-            self._beside.decode = self._beside.mixed = None
+            self._decode = self._mixed = None
         del self.kv
         gc.collect()
         return total
@@ -423,35 +308,34 @@ class ModelRunner:
     def _more_than(self, before: tuple[int, int]) -> int:
         return max(0, *(now - then for now, then in zip(self._taken(), before)))
 
-    def _measure(self, max_batch: int, num_tokens: int, cache: Callable[[int], list], beside: bool = False) -> int:
+    def _measure(self, limits: Limits, num_tokens: int, cache: Callable[[int], list]) -> int:
         """Bytes that the largest step needs beside weights, cache and graphs."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.kv = cache(1)
-        self._largest_step(max_batch, num_tokens, beside)
+        self._largest_step(limits, num_tokens)
         del self.kv
         used = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         return used
 
-    def _largest_step(self, max_batch: int, num_tokens: int, beside: bool = False) -> None:
-        """Prompts of so many tokens in as many slots as can be, with everything the sampler can do; then one of the longest
-        context, which makes all partial sums large, with generated tokens in all other slots. They write to block 0."""
+    def _largest_step(self, limits: Limits, num_tokens: int) -> None:
+        """Prompts of so many tokens in every slot, with everything the sampler can do; then one beside generated tokens in all
+        other slots, one of the longest context, which makes all partial sums large. They write to block 0."""
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=None)
-        launch = self.launch_beside if beside else self.launch
-        requests, left, slots = [], num_tokens, min(max_batch, num_tokens)
-        for slot in range(slots):
-            length = max(1, min(left - (slots - slot - 1), self.max_context - 1))
+        requests, left = [], num_tokens
+        for slot in range(limits.max_batch):
+            length = max(1, min(left - (limits.max_batch - slot - 1), self.max_context - 1))
             request = Request("", slot, [0] * length, params, self.max_context, frozenset(), 0)
             request.slot, request.admission, request.num_tokens = slot, -1, length + 1
-            request.blocks = [0] * -(-length // self.block_size)
+            request.blocks = [0] * -(-length // limits.block_size)
             requests.append(request)
             left -= length
         lengths = [request.num_prompt for request in requests]
-        launch(Plan(requests, [0] * len(requests), lengths, 0, list(range(len(requests)))))()
-        prompt, *others = requests[:1] if beside else requests
-        prompt.tokens = [0] * self.max_context
-        count = min(num_tokens - len(others), self.max_context)
-        starts = [self.max_context - 1, *[0] * (len(others) - 1)][: len(others)]
-        counts = [1] * len(others) + [count]
-        launch(Plan([*others, prompt], [*starts, self.max_context - count], counts, len(others), []))()
+        self.launch(Plan(requests, [0] * len(requests), lengths, 0, list(range(len(requests)))))()
+        prompt, *others = requests
+        if others:
+            prompt.tokens = [0] * self.max_context
+            count = min(num_tokens - len(others), self.max_context)
+            starts = [self.max_context - 1, *[0] * (len(others) - 1), self.max_context - count]
+            self.launch(Plan([*others, prompt], starts, [1] * len(others) + [count], len(others), []))()

@@ -191,7 +191,8 @@ def random_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """uint64 [S] seeds, int64 [S] positions -> int64 [S, 2], two 32-bit words that depend on both (SplitMix64 twice: of the
     seed, then of the seed's stream at the position)."""
     z = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
-    return z.view(np.uint32).reshape(-1, 2)[:, ::-1].astype(np.int64)
+    low_and_high = z.astype("<u8").view("<u4").reshape(-1, 2)
+    return low_and_high[:, ::-1].astype(np.int64)
 
 
 def _splitmix(z: np.ndarray) -> np.ndarray:

@@ -23,7 +23,6 @@ from nybble.engine.request import NO_SLOT, Request
 # A preempted request computes its generated tokens as rows of one token; this bounds how many join one step.
 RECOMPUTE_ROWS = 256
 WORTH_A_STEP = 600  # tokens of prompts: on an H200 more of them in one step make none of them cheaper
-LEAST_BESIDE = 64  # rows that generate: for fewer, steps are short and bound by reading weights, which two at once read twice
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Limits:
     """num_blocks, block_size: the pool. max_batch: requests running at once. max_batched_tokens: tokens in a step.
     With `chunked_prefill` off a prompt goes in whole, and the step's first prompt may exceed the budget.
     prefill_interval: while half of max_batch generates, fewer than WORTH_A_STEP tokens of prompts start only every so many
-    steps: one that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval). beside_tokens: most
-    tokens of a step of prompts that runs beside those that generate (0: there is none)."""
+    steps: one that mixes prompts in costs more than one that only generates (LMDeploy's prefill_interval)."""
 
     num_blocks: int
     block_size: int
@@ -41,7 +39,6 @@ class Limits:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     prefill_interval: int = 1
-    beside_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -60,40 +57,17 @@ class Limits:
 @dataclass(slots=True)
 class Plan:
     """One step as plain lists. Row r holds tokens [starts[r], starts[r] + counts[r]) of requests[r]; the first `num_decode`
-    rows hold one generated token each. `samples` are the rows whose last token draws a new one, in increasing order.
-
-    beside: prompts to start now, in a step that runs while this one and later ones do. shares: such a step runs meanwhile.
-    joins: this one may write where that one does, so it starts when that has ended."""
+    rows hold one generated token each. `samples` are the rows whose last token draws a new one, in increasing order."""
 
     requests: list[Request]
     starts: list[int]
     counts: list[int]
     num_decode: int
     samples: list[int]
-    beside: Plan | None = None
-    shares: bool = False
-    joins: bool = False
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
-
-
-Generated = list[tuple[Request, int, bool]]  # request, position, draws
-Prompts = list[tuple[Request, int, int, bool]]  # request, first position, count, draws
-
-
-def _plan(decode: Generated, prompt: Prompts) -> Plan:
-    # Attention works through rows in this order: who reads the most starts first, so that nobody is waited for at the end.
-    decode.sort(key=itemgetter(1), reverse=True)
-    num_decode = len(decode)
-    return Plan(
-        [row[0] for row in decode] + [row[0] for row in prompt],
-        [row[1] for row in decode] + [row[1] for row in prompt],
-        [1] * num_decode + [row[2] for row in prompt],
-        num_decode,
-        [r for r, row in enumerate(decode) if row[2]] + [num_decode + r for r, row in enumerate(prompt) if row[3]],
-    )
 
 
 class Scheduler:
@@ -111,8 +85,6 @@ class Scheduler:
         self._admissions = 0
         self._blocked = False  # the head of the queue did not fit, and no block has been given back since
         self._steps_without_prompt = 0
-        self._beside: list[Request] = []  # whose prompts a step beside computes
-        self._joins = False  # one of them gave its blocks back
 
     # ---- what the engine calls --------------------------------------------------------------------------------------
 
@@ -122,8 +94,8 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can be computed (nobody waits, or all that is left is in flight)."""
-        decode: Generated = []
-        prompt: Prompts = []
+        decode: list[tuple[Request, int, bool]] = []  # request, position, draws
+        prompt: list[tuple[Request, int, int, bool]] = []  # request, first position, count, draws
         behind: list[Request] = []
         running = self.running
         block_size = self.limits.block_size
@@ -131,8 +103,6 @@ class Scheduler:
         while i < len(running):  # `_grow` shortens the list from its end
             request = running[i]
             i += 1
-            if request.beside:
-                continue
             computed = request.num_computed
             pending = request.num_tokens - computed
             if pending == 1 and computed >= request.num_prompt:
@@ -144,32 +114,34 @@ class Scheduler:
                     decode.append((request, computed, True))
             elif pending > 0:
                 behind.append(request)
-        few = 2 * len(decode) < self.limits.max_batch
-        started = [request for request in behind if request.num_computed < request.num_prompt]
-        unread = sum(request.num_prompt - request.num_computed for request in started)
-        unread += sum(request.num_tokens for request in islice(self.waiting, len(self._slots)))
-        most = 2 * self.limits.beside_tokens  # what would take the step beside longer is computed on the whole GPU
-        apart = most > 0 and not few and len(decode) >= LEAST_BESIDE and (bool(self._beside) or unread <= most)
+        budget = self.limits.max_batched_tokens - len(decode)
+        for request in behind:
+            budget = self._fill(request, budget, decode, prompt)
         self._steps_without_prompt += 1
-        starting = bool(behind) or few or self._steps_without_prompt >= self.limits.prefill_interval or unread >= WORTH_A_STEP
-        here = [request for request in behind if not apart or request not in started]
-        self._fill_all(here, self.limits.max_batched_tokens - len(decode), decode, prompt, starting and not apart)
+        admitting = (
+            bool(behind)
+            or 2 * len(decode) < self.limits.max_batch
+            or self._steps_without_prompt >= self.limits.prefill_interval
+            or sum(request.num_tokens for request in islice(self.waiting, len(self._slots))) >= WORTH_A_STEP
+        )
+        while admitting and budget > 0 and self.waiting and len(decode) + len(prompt) < self.limits.max_rows:
+            if not self._fits_whole(self.waiting[0], budget, prompt) or not self._admit():
+                break
+            budget = self._fill(self.running[-1], budget, decode, prompt)
+        if prompt:
+            self._steps_without_prompt = 0
         if not decode and not prompt:
             return None
-        plan = _plan(decode, prompt)
-        if apart and starting and not self._beside:
-            plan.beside = self._plan_beside(started)
-        if prompt or plan.beside is not None:
-            self._steps_without_prompt = 0
-        plan.shares = bool(self._beside)
-        plan.joins, self._joins = self._joins or (plan.shares and not apart), False
-        return plan
-
-    def rejoin(self) -> None:
-        """The step beside has ended or soon will, or will never run: its requests are in later steps, which join it."""
-        for request in self._beside:
-            request.beside = False
-        self._beside, self._joins = [], True
+        # Attention works through rows in this order: who reads the most starts first, so that nobody is waited for at the end.
+        decode.sort(key=itemgetter(1), reverse=True)
+        num_decode = len(decode)
+        return Plan(
+            [row[0] for row in decode] + [row[0] for row in prompt],
+            [row[1] for row in decode] + [row[1] for row in prompt],
+            [1] * num_decode + [row[2] for row in prompt],
+            num_decode,
+            [r for r, row in enumerate(decode) if row[2]] + [num_decode + r for r, row in enumerate(prompt) if row[3]],
+        )
 
     def accept(self, request: Request, token: int) -> None:
         """The token that a launched step drew for `request` is known."""
@@ -187,31 +159,18 @@ class Scheduler:
         self._blocked = False  # also when the head itself was taken out
         request.finish_reason = reason
 
-    # ---- requests in one step -----------------------------------------------------------------------------------------
+    # ---- one request in one step --------------------------------------------------------------------------------------
 
-    def _fill_all(self, behind: list[Request], budget: int, decode: Generated | None, prompt: Prompts, admitting: bool) -> None:
-        """Rows of these requests, then of as many from the queue as fit. decode: None takes no generated tokens."""
-        for request in behind:
-            budget = self._fill(request, budget, decode, prompt)
-        while admitting and budget > 0 and self.waiting and len(decode or ()) + len(prompt) < self.limits.max_rows:
-            if not self._fits_whole(self.waiting[0], budget, prompt) or not self._admit():
-                break
-            budget = self._fill(self.running[-1], budget, decode, prompt)
-
-    def _plan_beside(self, started: list[Request]) -> Plan | None:
-        prompt: Prompts = []
-        self._fill_all(started, self.limits.beside_tokens, None, prompt, True)
-        if not prompt:
-            return None
-        self._beside = [row[0] for row in prompt]
-        for request in self._beside:
-            request.beside = True
-        return _plan([], prompt)
-
-    def _fill(self, request: Request, budget: int, decode: Generated | None, prompt: Prompts) -> int:
+    def _fill(
+        self,
+        request: Request,
+        budget: int,
+        decode: list[tuple[Request, int, bool]],
+        prompt: list[tuple[Request, int, int, bool]],
+    ) -> int:
         """Rows for as many of the request's pending tokens as fit: a piece of the prompt, then generated tokens. -> budget."""
         start = request.num_computed
-        rows = self.limits.max_rows - len(decode or ()) - len(prompt)
+        rows = self.limits.max_rows - len(decode) - len(prompt)
         if budget <= 0 or rows <= 0 or not self._fits_whole(request, budget, prompt):
             return budget
         chunk = 0
@@ -222,19 +181,19 @@ class Scheduler:
             rows -= 1
         first = start + chunk
         generated = 0
-        if first >= request.num_prompt and decode is not None:
+        if first >= request.num_prompt:
             generated = max(0, min(request.num_tokens - first, budget - chunk, rows))
         request.num_computed = first + generated
         draws = request.num_computed == request.num_tokens
         request.num_tokens += draws
         if chunk:
             prompt.append((request, start, chunk, draws and not generated))
-        if decode is not None:
-            decode.extend((request, at, draws and at == first + generated - 1) for at in range(first, first + generated))
+        for position in range(first, first + generated):
+            decode.append((request, position, draws and position == first + generated - 1))
         self._register(request)
         return budget - chunk - generated
 
-    def _fits_whole(self, request: Request, budget: int, prompt: Prompts) -> bool:
+    def _fits_whole(self, request: Request, budget: int, prompt: list[tuple[Request, int, int, bool]]) -> bool:
         left = request.num_prompt - request.num_computed
         return self.limits.chunked_prefill or left <= budget or not prompt
 
@@ -296,8 +255,6 @@ class Scheduler:
     def _release(self, request: Request, forget: bool = False) -> None:
         self.pool.release(request.blocks, forget)
         self._blocked = False
-        self._joins |= request.beside
-        request.beside = False
         request.blocks = []
         request.num_computed = request.num_registered = 0
         self._slots.append(request.slot)

@@ -162,8 +162,8 @@ def deltas(before: Evaluation, after: Evaluation) -> list[Delta]:
             x, y = a.scores[m], b.scores[m]
             if a.task != b.task or len(x) != len(y):
                 raise ValueError(f"{a.task} with {len(x)} items and {b.task} with {len(y)} do not pair up")
-            interval = paired_mean(x, y) if m == "nll" else paired_share(x, y)
-            found.append(Delta(a.task, m, a.value(m), b.value(m), *interval, None if m == "nll" else mcnemar(x, y), len(x)))
+            change = paired_mean(x, y) if m == "nll" else paired_share(x, y)
+            found.append(Delta(a.task, m, a.value(m), b.value(m), *change, None if m == "nll" else mcnemar(x, y), len(x)))
     return found
 
 
@@ -174,7 +174,7 @@ def comparison(before: Evaluation, after: Evaluation) -> str:
         unit = "nats/token" if d.metric == "nll" else "points"
         p = "" if d.p is None else "<0.001" if d.p < 0.001 else f"{d.p:.3f}"
         lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{signed(d, d.change)} {unit}",
-                      f"{signed(d, d.low)} to {signed(d, d.high)}", p, str(d.items)))
+                      interval(d), p, str(d.items)))
     text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines) + _notes(after)]
     text += [f"{name}: KL({before.model} || {after.model}) {d.kl_mean:.5f} nats mean, {d.kl_99:.4f} at the 99th percentile; "
              f"same token first in {d.top1_agreement:.2%} of {d.tokens:,}" for name, d in after.divergences.items()]
@@ -234,6 +234,13 @@ def shown(metric: str, value: float) -> tuple[str, str]:
 def signed(delta: Delta, value: float, digits: int = 4) -> str:
     """One of a delta's differences: nats, or points of a hundred."""
     return f"{value:+.{digits}f}" if delta.metric == "nll" else f"{100 * value:+.1f}"
+
+
+def interval(delta: Delta, digits: int = 4) -> str:
+    """The 95 % interval as people read it."""
+    if not math.isfinite(delta.high - delta.low):
+        return "unknown" if delta.items > 1 else "unknown from one item"
+    return f"{signed(delta, delta.low, digits)} to {signed(delta, delta.high, digits)}"
 
 
 def table(lines: Sequence[tuple[str, ...]]) -> str:

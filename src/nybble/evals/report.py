@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 
 from nybble.checkpoint import open_checkpoint
-from nybble.evals.evaluate import Delta, Evaluation, deltas, evaluate, free_device_memory, jsonable, shown, signed
+from nybble.evals.evaluate import Delta, Evaluation, deltas, evaluate, free_device_memory, interval, jsonable, shown, signed
 from nybble.evals.examine import Anatomy, examine
 from nybble.evals.likelihood import Progress, open_subject
 from nybble.evals.perplexity import Divergence
@@ -136,6 +136,7 @@ def render(found: Anatomy, before: Evaluation | None, after: Evaluation, changes
     source = (files("nybble.evals") / "data" / "report.html").read_text(encoding="utf-8")
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source).render(
         found=found, before=before, after=after, changes=changes, said=said, cards=cards, shown=shown, signed=signed,
+        interval=interval,
         sizes=(("before", (("plain", then),)), ("now", (("accent", found.bytes_linear), ("other", found.bytes_other)))),
         largest=max(now, then), kinds=kinds, schemes=schemes, formats=formats,
         errors=_bars(errors, "{:.1%}"), outliers=_bars(outliers, "{:,.0f}x", logarithmic=True),

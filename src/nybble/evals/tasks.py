@@ -221,6 +221,7 @@ def read_task(name: str, given: str | Path, data: Path, shots: int = 5, limit: i
     task, root = TASKS[name], Path(given or data)
     patterns = task.files or (f"{name}.jsonl",)
     tries = [sorted(root.glob(f"{below}{pattern}")) for pattern in patterns for below in ("", "*/")]
+    tries += [sorted(root.glob(Path(pattern).name)) for pattern in patterns if given]  # named: the innermost directory will do
     files = [root] if root.is_file() else next((found for found in tries if found), [])
     if not files:
         raise FileNotFoundError(f"task {name}: no {' or '.join(patterns)} in {root} or a directory in it. Wanted: "

@@ -31,6 +31,7 @@ from nybble.kernels.types import LayerKV, Step
 
 LOG2_E = 1.4426950408889634
 _FLOOR = tl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that differences of two of them are 0 and not NaN
+_SCALES = ("q_scale", "v_scale")  # arguments that differ from layer to layer, beside tensors
 _SIZES = ["table_width", "window", "num_splits", "first_row", "first_head", "capacity"]  # new values, no new kernel
 
 # ---- stored numbers to numbers that multiply --------------------------------------------------------------------------
@@ -559,6 +560,12 @@ def _kind(kv: LayerKV) -> str:
     return kv.name if KV[kv.name].num.bits <= 8 else "copy"
 
 
+def scales_of(kv: LayerKV, scale: float) -> tuple[float, float]:
+    """What scores (for powers of two) and results are multiplied by, the kernels' `_SCALES`."""
+    shift = _FP8_SHIFT.get(kv.name, 1.0)
+    return scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift
+
+
 def _sets(kv: LayerKV) -> int:
     """Parameter sets per head and token."""
     return 1 if kv.k_params is None or kv.k_params.ndim == 4 else kv.k_params.shape[2]
@@ -585,8 +592,9 @@ def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **options: 
 
 
 class Launches:
-    """Launches that can be repeated with other tensors, of the same shapes and aligned alike, in place of `tensors` and their
-    parts. Triton looks at every argument of a launch, which takes the host longer than many a kernel runs."""
+    """Launches that can be repeated with other scales, and with other tensors of the same shapes and aligned alike in place of
+    `tensors` and their parts. Triton looks at every argument of a launch: that takes the host longer than many a kernel runs.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
@@ -597,13 +605,16 @@ class Launches:
         addresses = [(place, x.data_ptr()) for place, x in enumerate(arguments) if isinstance(x, Tensor)]
         moving = [(place, which, address - first) for place, address in addresses
                   for which, (first, size) in enumerate(self._spans) if first <= address < first + size]
+        moving += [(kernel.arg_names.index(name), which, 0) for which, name in enumerate(_SCALES, len(self._spans))
+                   if name in kernel.arg_names]
         self._made.append((compiled[grid], list(arguments), moving))
 
-    def repeat(self, tensors: Sequence[Tensor]) -> None:
-        firsts = [tensor.data_ptr() for tensor in tensors]
+    def repeat(self, tensors: Sequence[Tensor], scales: tuple[float, float]) -> None:
+        """scales: of `scales_of`."""
+        values = [*(tensor.data_ptr() for tensor in tensors), *scales]
         for start, arguments, moving in self._made:
             for place, which, offset in moving:
-                arguments[place] = firsts[which] + offset
+                arguments[place] = values[which] + offset
             start(*arguments)
 
 
@@ -641,14 +652,14 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     k, v = storage(kv.k), storage(kv.v)
     if kind != "copy":
         k, v, width = k.view(torch.int16), v.view(torch.int16), width // 2
-    window, shift = window or 1 << 30, _FP8_SHIFT.get(kind, 1.0)
+    window, (q_scale, v_scale) = window or 1 << 30, scales_of(kv, scale)
     least = 16 if torch.version.hip else 8  # queries of the narrowest tensor-core instruction
     early = overlaps(q.device)
     options = {"launch_pdl": True} if early else {}
     launch(
         _decode, (heads, rows, programs),
         q, k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, out, part, stat,
-        step.block_table.shape[1], window, splits, scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift,
+        step.block_table.shape[1], window, splits, q_scale, v_scale,
         heads, group, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind, not _portable(), _sets(kv),
         tiles.split, tiles.levels, tiles.tile, max(least, triton.next_power_of_2(group)), direct, tiles.stages, early,
         num_warps=tiles.warps, **options)
@@ -657,7 +668,7 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         lanes = min(128 if links <= 8 else 64 if depth == 0 else 16, triton.next_power_of_2(head_dim))
         launch(
             _combine, (q.shape[1], rows, triton.cdiv(head_dim, lanes)),
-            part, stat, step.context_len, out, window, splits, kv.v_scale * shift, q.shape[1], head_dim, lanes, tiles.split,
+            part, stat, step.context_len, out, window, splits, v_scale, q.shape[1], head_dim, lanes, tiles.split,
             tiles.levels, links, depth, early, num_warps=1, **options)
 
 
@@ -665,9 +676,8 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
            tiles: tuple[int, Tiles] | None = None, launch: Callable = launch, room: Callable = torch.empty) -> None:
     """The rows of `attention` after the first `step.num_decode`, into `out`. room: as in `decode`."""
     kind, head_dim, device = _kind(kv), q.shape[2], q.device
-    heads, block_size, group, dtype = kv.v.shape[1], kv.v.shape[2], q.shape[1] // kv.v.shape[1], torch.float16
-    if kind == "copy":
-        dtype = kv.v.dtype
+    heads, block_size, group = kv.v.shape[1], kv.v.shape[2], q.shape[1] // kv.v.shape[1]
+    dtype = kv.v.dtype if kind == "copy" else torch.float16
     rows = step.block_table.shape[0] - step.num_decode
     capacity = triton.cdiv(step.max_prompt_context or step.max_context, GATHER_TILE) * GATHER_TILE
     pairs = max(1, _SCRATCH_BYTES // (2 * capacity * head_dim * dtype.itemsize))  # (row, head) at once
@@ -675,10 +685,10 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     heads_at_once = min(heads, max(1, pairs // rows_at_once))
     scratch = room((2, rows_at_once * heads_at_once * capacity, head_dim), dtype=dtype, device=device)
     k, v = storage(kv.k), storage(kv.v)
-    lanes, shift, shared = triton.next_power_of_2(head_dim), _FP8_SHIFT.get(kind, 1.0), _shared_bytes(device)
+    lanes, shared = triton.next_power_of_2(head_dim), _shared_bytes(device)
     lines, cut = tiles or prompt_tiles(head_dim, dtype.itemsize, shared)
     fast = tiles is None and not _portable() and _on_hopper(device, dtype, head_dim, window)
-    q_scale, v_scale = scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift
+    q_scale, v_scale = scales_of(kv, scale)
     for row in range(0, rows, rows_at_once):
         for head in range(0, heads, heads_at_once):
             some_rows, some = min(rows_at_once, rows - row), min(heads_at_once, heads - head)
@@ -729,9 +739,9 @@ def attention(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out
     out = torch.empty_like(q) if out is None else out
     portable = step.num_decode and not _decode_on_hopper(q, kv, step, scale, window, out)
     tensors = [x for x in (q, out, kv.k, kv.v, kv.k_params, kv.v_params) if x is not None]
-    alike = (window, kv.k_scale, kv.v_scale, *(x.data_ptr() % 16 for x in tensors))
+    alike = (window, *(x.data_ptr() % 16 for x in tensors))
     if before and alike in before:
-        before[alike].repeat(tensors)
+        before[alike].repeat(tensors, scales_of(kv, scale))
         return out
     start, room = launch, torch.empty
     if before is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nybble.kernels import attention_triton, nvrtc, partition
+from nybble.kernels import attention_triton, nvrtc
 from nybble.kernels.attention_triton import LOG2_E
 from nybble.kernels.types import LayerKV, Rows, Step
 
@@ -111,7 +111,7 @@ def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: T
     -> [T, heads, DIM] in x's dtype (`out`, if given), or its int8 rows. Only what `fits`."""
     rows, device = step.num_decode, x.device
     _, kv_heads, block_size, _ = kv.v.shape
-    shape = shape or shape_for(kv.name, rows * kv_heads, partition.processors(device.index))
+    shape = shape or shape_for(kv.name, rows * kv_heads, nvrtc.processors(device.index))
     out = torch.empty((rows, heads, DIM), dtype=x.dtype, device=device) if out is None else out
     codes = torch.empty((rows, heads * DIM), dtype=torch.int8, device=device) if quantize else None
     by = torch.empty(rows, dtype=torch.float32, device=device) if quantize else None

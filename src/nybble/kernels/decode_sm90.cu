@@ -574,12 +574,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       float y[8];
       widen(y, x[i]);
 #pragma unroll
-      for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(y[j]));
+      for (int j = 0; j < 8; j++) most = larger(most, fabsf(y[j]));
     }
   most = warp_largest(most);
   if (lane == 0) largest[warp] = __float_as_uint(most);
   __syncthreads();
-  most = fmaxf(warp_largest(lane < WARPS ? __uint_as_float(largest[lane]) : 0.f), 1e-10f);
+  most = larger(warp_largest(lane < WARPS ? __uint_as_float(largest[lane]) : 0.f), 1e-10f);
   const float inverse = __fdiv_rn(127.f, most);
 #pragma unroll
   for (int i = 0; i < VECTORS; i++)

@@ -18,13 +18,13 @@ from torch import Tensor
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import INT4, PER_TOKEN_INT8
 from nybble.kernels import linear_triton, nvrtc
-from nybble.kernels.nvrtc import BLOCK
-from nybble.kernels.partition import LANES, lane, processors, usual_counts
+from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
 PER_CHANNEL, GROUPED, ROUNDED = 0, 1, 2  # MODE of the .cu, bytes of a group's scale
+WARPGROUPS = 2  # that multiply, each 64 or 128 rows
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -54,41 +54,33 @@ class Tile(NamedTuple):
     lag: int = 0
     memory: bool = False
     ahead: int = 0
-    warpgroups: int = 2
 
     @property
     def rows(self) -> int:
-        return 64 * self.row_tiles * self.warpgroups
-
-    def count_for(self, tokens: int, rows: int) -> tuple[int, int]:
-        """How many tiles hold so many rows of weights, in whole blocks of 128, and so many tokens."""
-        return -(-(-(-rows // 128) * 128) // self.rows), -(-tokens // self.tokens)
+        return 64 * self.row_tiles * WARPGROUPS
 
     @property
     def registers(self) -> int:
         """Of a multiplying thread: what the copying ones leave. The hand-over also tells the compiler that warps are whole, or
         it moves every address of the main loop through a vector register (0: none, an even share)."""
-        return {(1, 2): 232, (1, 3): 160, (2, 2): 104}.get((self.resident, self.warpgroups), 0)
+        return {1: 232, 2: 104}.get(self.resident, 0)
 
 
 def expected_us(tile: Tile, mode: int, tokens: int, rows: int, channels: int, count: int) -> float:
-    """Microseconds on a GPU of `count` processors, for more than 64 tokens: fitted to an H200 running the Llama-2-13B linears,
-    within 7 % of what was measured per channel at 128, 256, 512 and 1024 tokens, in groups at 256 and 1024."""
+    """Microseconds on a GPU of `count` processors, for more than 64 tokens: fitted to an H200 running linears of Llama-2-13B
+    and Llama-3-8B at 80 to 1024 tokens. The tile it prefers took up to 6 % longer than the fastest, 0.5 % on average."""
     tiles, steps = -(-rows // tile.rows) * -(-tokens // tile.tokens), -(-channels // BLOCK)
     size = tile.row_tiles * tile.tokens / 128
-    if tile.row_tiles == 2:
-        step = 0.0046 * tile.tokens + 0.041
-    else:
-        step = max(0.0022 * tile.tokens + 0.04, 0.0027 * tile.tokens if tile.tokens > 192 else 0)
-    if mode == PER_CHANNEL:
-        step *= 1 if tile.tokens == 128 else 1.03
-    else:  # the more tokens share what is unpacked, the less of it shows
-        unpacking, hidden = {GROUPED: 0.1, ROUNDED: 0.185}[mode], 0.001 * (tile.tokens - 96)
-        step += max(0.01, unpacking - hidden if tile.row_tiles == 1 else 1.5 * unpacking - 2.4 * hidden)
+    step = 0.0024 * tile.row_tiles * tile.tokens + 0.035 + 0.006 * tile.row_tiles + 0.0006 * max(0, tile.tokens - 176)
+    if mode != PER_CHANNEL:  # the more tokens share what is unpacked, the less of it shows
+        unpacking, hidden = {GROUPED: 0.095, ROUNDED: 0.165}[mode], 0.0008 * (tile.tokens - 96)
+        step += max(0.025, unpacking - hidden if tile.row_tiles == 1 else 1.6 * unpacking - 2.9 * hidden)
     if tile.stream:
-        return tiles / count * (steps * step + size / 2) + 5.5 + 3 * size
-    sums = 0.3 * (tile.cluster_k - 1) + 1.2 * size if tile.memory else 0.6 * size * (tile.cluster_k > 1)
-    return -(-tiles * tile.cluster_k // count) * (-(-steps // tile.cluster_k) * step + size / 2) + 3.2 + sums
+        return tiles / count * (steps * step + 0.55 * size) + 5.8 + 2.3 * size
+    sums = 0.35 * (tile.cluster_k - 1) + 0.65 * size if tile.memory else 0.8 * size * (tile.cluster_k > 1)
+    rounds = -(-tiles * tile.cluster_k // count)
+    end = (0.8 if rounds > 1 and not tile.lag else 0.55) * size
+    return rounds * (-(-steps // tile.cluster_k) * step + end) + 3.3 + sums
 
 
 @functools.lru_cache(1 << 14)
@@ -102,44 +94,51 @@ def tile_for(mode: int, tokens: int, rows: int, channels: int, count: int = 132)
     few = next(t for t in (8, 16, 24, 32, 48, 64) if tokens <= t)
     if few == 64 and blocks > count and mode == PER_CHANNEL:
         return Tile(few, 2)
+    shares = min(count // blocks, 8) if few == 64 and mode == PER_CHANNEL else 0
+    if 10 * blocks * shares >= 7 * count:  # one program fills a processor
+        return Tile(few, cluster_k=shares, memory=through_memory(blocks, shares, count), ahead=6)
     uneven = steps >= 100 and 4 * blocks > count  # a quarter takes long, and some processors have two
     if uneven and mode and few >= 48 and 6 * blocks <= 2 * count:
-        return Tile(few, 1, False, 6, 2, memory=True)
+        return Tile(few, 1, False, 6, 2, memory=True, ahead=3 * (few == 64))
     shares = next(k for k in (5 if uneven else 4, 4, 2, 1) if k == 1 or blocks * k <= 2 * count)
-    return Tile(few, 1, few <= 16, shares, 2, ahead=6 if steps <= 22 * shares else 0)
+    return Tile(few, 1, few <= 16, shares, 2, ahead=3 if few == 64 else 6 if steps <= 22 * shares else 0)
+
+
+def through_memory(tiles: int, shares: int, count: int) -> bool:
+    """Clusters of more than three do not fill the processors, nor do those of three where few are left over."""
+    return shares > 3 or (shares == 3 and 4 * tiles > count)
 
 
 def candidates(mode: int, tokens: int, blocks: int, count: int) -> list[Tile]:
-    """For more than 64 tokens and `blocks` of 128 rows: tiles that fill one round of the processors, whole rounds of the larger
-    kind, equal shares."""
+    """For more than 64 tokens and `blocks` of 128 rows: tiles that fill one round of the processors, whole rounds, equal
+    shares."""
     choices = []
-    for each in (128, 96, 80, 160, 176, 192, *((208, 256) if mode else ())):
+    for each in (128, 96, 80, 112, 144, 160, 176, 192, *((208, 256) if mode else ())):
         columns = -(-tokens // each)
         order = 8 if columns <= 2 else 4
         for row_tiles in (1, 2) if each <= 128 else (1,):
-            tiles = columns * -(-blocks // row_tiles)
+            tiles, lag = columns * -(-blocks // row_tiles), 2 * (row_tiles == 2)
             if tiles <= count:
                 for shares in {1, 3 if 4 * tiles <= count else 1, min(count // tiles, 8)}:
-                    memory = shares > 3 or (shares == 3 and 4 * tiles > count)  # so many clusters of three would not fit
+                    memory = through_memory(tiles, shares, count)
                     choices.append(Tile(each, row_tiles, False, shares, order=order, memory=memory, ahead=3))
-            elif row_tiles == 2:
-                choices.append(Tile(each, 2, waves=1, order=order, lag=2, ahead=3))
+            else:
+                choices.append(Tile(each, row_tiles, waves=1, order=order, lag=lag, ahead=3))
             if each > 192 or (each == 128 and (row_tiles == 2 or tiles <= count)):
-                lag, ahead = 2 * (row_tiles == 2), 3 * (each > 192)
-                choices.append(Tile(each, row_tiles, waves=1, order=order, stream=True, lag=lag, ahead=ahead))
+                choices.append(Tile(each, row_tiles, waves=1, order=order, stream=True, lag=lag, ahead=3))
     return choices
 
 
 def share_bytes(tile: Tile) -> int:
     """Int32 sums that a share of the input channels gets from the others."""
-    return (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * tile.warpgroups * 2048
+    return (tile.cluster_k - 1) * -(-tile.tokens // 8 // tile.cluster_k) * tile.row_tiles * WARPGROUPS * 2048
 
 
 def shared_memory(tile: Tile, mode: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
-    each = tile.rows * 64 + tile.tokens * BLOCK + -(-tile.rows // 128) * 128 * mode + 16
+    each = tile.rows * 64 + tile.tokens * BLOCK + tile.rows * mode + 16
     sums = 0 if tile.memory else share_bytes(tile)
-    scales = tile.warpgroups * tile.tokens * 4
+    scales = WARPGROUPS * tile.tokens * 4
     apart = sums if sums <= 16384 else 0
     stages = min(24, (nvrtc.room(tile.resident) - apart - scales - 127) // each)
     return stages, max(-(-(stages * each + scales) // 128) * 128 + apart, sums)
@@ -170,7 +169,7 @@ def pack_fragments(rows: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Packed:
     """codes: see `pack_fragments`. group_scale: [K / 128, N padded], int8 or float16, or None per channel. scale: float32
-    [N padded], of the int32 sum. arrivals: int32 counters of each lane, zero between launches."""
+    [N padded], of the int32 sum. arrivals: int32 counters, zero between launches."""
 
     mode: int
     n: int
@@ -217,9 +216,8 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
         group_scale = groups.t().to(torch.int8 if mode == GROUPED else torch.float16).contiguous()
     packed = pack_fragments(linear_triton.pack_nibbles(codes))
     count = processors(shape.device.index or 0)
-    for some in usual_counts(shape.device.index or 0):
-        compile_ahead(n, k, mode, OUT[shape.dtype], some)
-    arrivals = torch.zeros((LANES, 8 * count), dtype=torch.int32, device=shape.device)
+    compile_ahead(n, k, mode, OUT[shape.dtype], count)
+    arrivals = torch.zeros(4 * WARPGROUPS * count, dtype=torch.int32, device=shape.device)
     return Packed(mode, n, k, shape.dtype, packed, group_scale, scale, arrivals)
 
 
@@ -239,7 +237,7 @@ class Arguments(ctypes.Structure):
 def source_and_defines(tile: Tile, mode: int, out: int) -> tuple[str, dict[str, int]]:
     stages = shared_memory(tile, mode)[0]
     defines = {
-        "TOKENS": tile.tokens, "STAGES": stages, "ROW_TILES": tile.row_tiles, "WARPGROUPS": tile.warpgroups,
+        "TOKENS": tile.tokens, "STAGES": stages, "ROW_TILES": tile.row_tiles, "WARPGROUPS": WARPGROUPS,
         "RESIDENT": tile.resident, "CLUSTER_K": tile.cluster_k, "MODE": mode, "OUT": out,
         "REGISTERS": tile.registers, "STREAM": int(tile.stream), "WARP_LEVEL": int(tile.warp), "LAG": tile.lag,
         "THROUGH_MEMORY": int(tile.memory), "AHEAD": min(tile.ahead or stages, stages),
@@ -274,10 +272,10 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     if tokens == 0:
         return y
     tile, steps = packed.tile or tile_for(packed.mode, tokens, packed.n, packed.k, processors(device)), -(-packed.k // BLOCK)
-    row_tiles, token_tiles = tile.count_for(tokens, packed.n)
+    row_tiles, token_tiles = -(-packed.n // tile.rows), -(-tokens // tile.tokens)
     tiles = clusters = row_tiles * token_tiles
     tile = tile._replace(cluster_k=min(tile.cluster_k, steps))
-    if tile.memory and tiles * tile.warpgroups > packed.arrivals.shape[1]:
+    if tile.memory and tiles * WARPGROUPS > packed.arrivals.numel():
         tile = tile._replace(cluster_k=1, memory=False)
     partials, whole = None, 0
     if tile.stream:
@@ -290,13 +288,12 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
         clusters = min(clusters, processors(device) * tile.waves)
     arguments = Arguments(
         packed.codes.data_ptr(), None if packed.group_scale is None else packed.group_scale.data_ptr(), packed.scale.data_ptr(),
-        scale.data_ptr(), y.data_ptr(), None if partials is None else partials.data_ptr(),
-        packed.arrivals[lane(codes.device)].data_ptr(), tokens, packed.n, packed.scale.numel(), steps, row_tiles, token_tiles,
-        tile.order, whole,
+        scale.data_ptr(), y.data_ptr(), None if partials is None else partials.data_ptr(), packed.arrivals.data_ptr(), tokens,
+        packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
     )  # fmt: skip
     nvrtc.launch(
         kernel(tile, packed.mode, OUT[packed.dtype], device),
-        clusters * tile.cluster_k, 128 * tile.warpgroups + (128 if tile.registers else 32),
+        clusters * tile.cluster_k, 128 * WARPGROUPS + (128 if tile.registers else 32),
         shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
         (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments), codes.device,
     )  # fmt: skip

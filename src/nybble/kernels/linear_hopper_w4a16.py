@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
 from nybble.kernels import linear_triton, nvrtc
-from nybble.kernels.nvrtc import BLOCK
-from nybble.kernels.partition import processors, usual_counts
+from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
@@ -214,8 +213,7 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
     zeros = 0 if weight.zero is None else 1 + addends
     shares = min(shares_for(n, k), k_padded // BLOCK)
     if shape.device.type == "cuda":
-        for count in usual_counts(shape.device.index or 0):
-            compile_ahead(n, k, shares, group, zeros, shape.dtype, count)
+        compile_ahead(n, k, shares, group, zeros, shape.dtype, processors(shape.device.index or 0))
     return Packed(n, k, group, zeros, shares, shape.dtype, packed.contiguous(), row)
 
 

@@ -23,8 +23,7 @@ from nybble.formats.spec import FP8, INT8, PER_TOKEN_INT8, Spec
 from nybble.kernels import nvrtc, reference
 from nybble.kernels.linear_hopper import OUT
 from nybble.kernels.linear_triton import LARGEST_IN
-from nybble.kernels.nvrtc import BLOCK
-from nybble.kernels.partition import LANES, lane, processors, share, usual_counts
+from nybble.kernels.nvrtc import BLOCK, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
@@ -42,7 +41,7 @@ class Tile(NamedTuple):
     cluster: programs with neighbouring rows that share their tokens, each copying a part for all. resident: programs that fit
     a processor. order: token tiles before the next rows. staged: outputs of 16 bits leave by copies from shared memory, 16
     tokens each. turned: so many weight rows are the tensor core's columns, and tokens its rows, for blocks of
-    128 x 128. own: chunks of K that a block keeps of a tile in the last round, which it shares (0: none is shared).
+    128 x 128.
     """
 
     tokens: int
@@ -52,7 +51,6 @@ class Tile(NamedTuple):
     order: int = 8
     staged: bool = False
     turned: int = 0
-    own: int = 0
 
     @property
     def rows(self) -> int:
@@ -68,7 +66,7 @@ class Tile(NamedTuple):
 
 
 # Few tokens, (tokens and rows at most, tile), the first match wins; more: see `plan`. Both from sweeps on an H200 over the
-# four Llama-2-13B linears at 1, 16, 32, 64, 128, 256, 512, 1024 and 4096 tokens.
+# four Llama-2-13B linears at 1, 16, 32, 64, 128, 256, 384, 512, 1024, 2048 and 4096 tokens.
 ANY = 1 << 30
 WIDE_128 = Tile(128, 2, 4, staged=True)
 FEW = (
@@ -85,17 +83,15 @@ NARROW[EVEN_BLOCKS] = (
     (128, 8192, Tile(128, 2, turned=64)),
     (128, ANY, Tile(128, 2, turned=128)),
 )
-# For more tokens; the first is what whole rounds in two launches are made of. A thread of FP8 has two sums each.
-EIGHT_BIT = (*(Tile(t, 2, 2, staged=True) for t in (192, 176, 144)), WIDE_128, Tile(128, 3, staged=True))
+# For more tokens; int8's first is what whole rounds in two launches are made of. A thread of FP8 has two sums each.
+EIGHT_BIT = (*(Tile(t, 2, 2, staged=True) for t in (192, 176, 144)), Tile(128, 2, staged=True), Tile(128, 3, staged=True))
 WIDE: dict[int, tuple[Tile, ...]] = {
     INTEGER: (Tile(256, 2, staged=True), *EIGHT_BIT),
     FLOAT: EIGHT_BIT,
     BLOCKS: (WIDE_128,),
     EVEN_BLOCKS: (Tile(256, 2, turned=128), Tile(192, 3, turned=128), Tile(128, 2, turned=128)),
 }
-CHUNK_STEPS = 16  # of 128 channels, at most, whose FP8 products the tensor core adds: the .cu's
-MOST_SUMS = 6 << 20  # words that the tiles of a launch may share
-ABSENT = -(1 << 31)  # of the .cu
+START = {2: 32, 3: 56}  # the way in and out of a tile by its warpgroups, in tokens of 128 rows
 LAUNCH_TOKENS = 16  # what a second launch costs, in tokens of 128 rows
 MOST_ROUNDS = 10  # of more, power is the limit and not the last round
 
@@ -111,23 +107,27 @@ class Launch(NamedTuple):
 @functools.lru_cache(4096)
 def plan(kind: int, tokens: int, rows: int, processors: int) -> tuple[Launch, ...]:
     """The launches for a batch: from the table for few tokens; else the wide tile with the least rounds over all processors
-    times its size, or whole rounds of the widest and the rest in tiles that fit one round better. Neither moves a bit."""
+    times what it takes, for int8 also whole rounds of the widest and the rest in tiles that fit one round better. Neither moves
+    a bit."""
     for most, widest, tile in NARROW[kind]:
         if tokens <= most and rows <= widest:
             return (Launch(tile, 0, rows),)
 
     def rounds(tile: Tile, rows: int) -> int:
         tiles = -(-rows // (tile.rows * tile.cluster)) * tile.cluster * -(-tokens // tile.tokens)
-        return -(-tiles // (processors if tile.cluster <= 2 else processors * 15 // 16))  # clusters of four do not fill all
+        return -(-tiles // processors)
 
     def cost(tile: Tile, rows: int) -> int:  # in tokens of 128 rows
-        start = 64 // tile.warpgroups if tile.turned else 16 * tile.warpgroups
-        return rounds(tile, rows) * (tile.tokens * tile.rows // 128 + start)
+        products = tile.tokens * tile.rows // 128
+        if tile.turned:
+            return rounds(tile, rows) * (products + 64 // tile.warpgroups)
+        copies = (tile.tokens + tile.rows) * 35 // 64  # at 58 bytes a clock
+        return rounds(tile, rows) * (max(products, copies) + START[tile.warpgroups])
 
     wide = WIDE[kind]
     best = min(wide, key=lambda tile: cost(tile, rows))
     found, least = (Launch(best, 0, rows),), 0.98 * cost(best, rows)
-    for full in range(1, rounds(wide[0], rows) if rounds(wide[0], rows) <= MOST_ROUNDS else 1):
+    for full in range(1, rounds(wide[0], rows) if kind == INTEGER and rounds(wide[0], rows) <= MOST_ROUNDS else 1):
         group = wide[0].rows * wide[0].cluster
         first = full * processors // (-(-tokens // wide[0].tokens) * wide[0].cluster) * group
         if not 0 < first < rows:
@@ -145,27 +145,6 @@ def shared_memory(tile: Tile, kind: int) -> tuple[int, int]:
     held = tile.warpgroups * -(-tile.tokens // 64) * 256 if kind < BLOCKS and tile.tokens > 64 else 0
     stages = min(24, (nvrtc.room(tile.resident) - held) // each)
     return stages, -(-(stages * each + held) // 128) * 128
-
-
-class Sharing(NamedTuple):
-    """The last round of tiles, shared. whole: tiles that are not. helpers: blocks that do `jobs` parts each; blocks: in all."""
-
-    whole: int
-    helpers: int
-    jobs: int
-    blocks: int
-
-
-@functools.lru_cache(4096)
-def share_tiles(tiles: int, chunks: int, own: int, processors: int) -> Sharing:
-    whole = tiles // processors * processors
-    shared, others = tiles - whole, (chunks - 1) // max(1, own)
-    if 0 < own < chunks and shared:
-        jobs = own // (chunks - own) if others == 1 and 2 * own > chunks else 1
-        helpers = -(-shared * others // jobs)
-        if shared + helpers <= processors:
-            return Sharing(whole, helpers, jobs, processors if whole else shared + helpers)
-    return Sharing(tiles, 0, 0, min(tiles, processors))
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------
@@ -219,9 +198,7 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed:
         scale = scale.expand(n, -(-k // BLOCK))
     scale = torch.nn.functional.pad(scale.t(), (0, -n % BLOCK)).contiguous()
     if shape.device.type == "cuda":
-        shared_sums(shape.device.index or 0)
-        for count in usual_counts(shape.device.index or 0):
-            compile_ahead(kind, n, k, shape.dtype, count)
+        compile_ahead(kind, n, k, shape.dtype, processors(shape.device.index or 0))
     given = None if shape.act_scale is None else torch.tensor([shape.act_scale], device=shape.device)
     return Packed(kind, n, k, shape.dtype, pack_tiles(codes), scale, shape.scheme.act, given)
 
@@ -233,9 +210,9 @@ class Arguments(ctypes.Structure):
     """`Arguments` of the .cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y", "sums")),
+        *((name, ctypes.c_void_p) for name in ("w", "w_scale", "x_scale", "y")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles")),
-        *((name, ctypes.c_int) for name in ("order", "x_stride", "first", "chunks", "whole", "own", "helpers", "jobs")),
+        *((name, ctypes.c_int) for name in ("order", "x_stride", "first")),
     ]
 
 
@@ -275,7 +252,7 @@ def kernel(tile: Tile, kind: int, out: int, device: int) -> ctypes.c_void_p:
 
 
 def fitted(tile: Tile, n: int, k: int, dtype: torch.dtype) -> Tile:
-    return tile._replace(staged=tile.staged and n % 8 == 0 and k > BLOCK and dtype != torch.float32, own=0)
+    return tile._replace(staged=tile.staged and n % 8 == 0 and k > BLOCK and dtype != torch.float32)
 
 
 @functools.cache
@@ -318,37 +295,24 @@ def most_clusters(tile: Tile, kind: int, handle: int, device: int) -> int:
     return max(1, count.value)
 
 
-@functools.cache
-def shared_sums(device: int) -> Tensor:
-    """For each lane's kernels, one after the other: where blocks leave sums for others."""
-    return torch.full((LANES, MOST_SUMS), ABSENT, dtype=torch.int32, device=f"cuda:{device}")
-
-
 def multiply(packed: Packed, launches: tuple[Launch, ...], codes: Tensor, scale: Tensor, stride: int) -> Tensor:
     """Quantized rows [M, K] times the weight -> [M, N]. scale: as `quantize` gives it; stride: from one token's to the next's
     (0: one for all), in blocks from one group's to the next's, with room for whole tiles."""
     tokens, device, kind = codes.shape[0], codes.device.index, packed.kind
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
-    steps = -(-packed.k // BLOCK)
-    chunks = -(-steps // CHUNK_STEPS)
     for tile, first, rows in launches if tokens else ():
-        token_tiles, row_groups, own = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster)), tile.own
+        token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
         tile = fitted(tile, packed.n, packed.k, packed.dtype)
         handle = kernel(tile, kind, OUT[packed.dtype], device)
-        most = share(most_clusters(tile, kind, handle.value or 0, device), device)
-        tiles = row_groups * token_tiles
-        sharing = share_tiles(tiles, chunks, own, most)
-        if (tiles - sharing.whole) * (chunks - own) * tile.cluster * tile.rows * tile.tokens > MOST_SUMS:
-            sharing = share_tiles(tiles, chunks, 0, most)
+        clusters = min(row_groups * token_tiles, most_clusters(tile, kind, handle.value or 0, device))
         arguments = Arguments(
-            packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(),
-            shared_sums(device)[lane(y.device)].data_ptr(), tokens, packed.n, packed.scale.shape[1], steps, row_groups,
-            token_tiles, tile.order, stride, first // tile.rows, chunks, sharing.whole, own or 1, sharing.helpers, sharing.jobs,
+            packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
+            packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride, first // tile.rows,
         )  # fmt: skip
         inputs = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
         outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else inputs
         nvrtc.launch(
-            handle, sharing.blocks * tile.cluster, tile.threads(kind), shared_memory(tile, kind)[1], tile.cluster,
+            handle, clusters * tile.cluster, tile.threads(kind), shared_memory(tile, kind)[1], tile.cluster,
             (inputs, outputs, arguments), codes.device,
         )  # fmt: skip
     return y

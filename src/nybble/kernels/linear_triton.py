@@ -27,7 +27,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nybble.formats.qtensor import QTensor, inner_codes
 from nybble.formats.spec import INT4, PER_TOKEN_INT8
-from nybble.kernels.partition import LANES, lane
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
@@ -367,8 +366,8 @@ class Packed:
     """A weight in this file's layout. N and K are the layer's, the tensors are padded with codes of value zero.
 
     kind: row of the tile table. codes: int8 [N padded, K padded (/ 2)], "dense": float [N, K]. scale: [N padded] or
-    [groups, N padded]. zero, rest: see `group_linear`. segments: how many fixed parts the fp32 sum over K has. arrivals: int32
-    of each lane, zero between launches. Fields without a meaning hold any tensor.
+    [groups, N padded]. zero, rest: see `group_linear`. segments: how many fixed parts the fp32 sum over K has. arrivals: int32,
+    zero between launches. Fields without a meaning hold any tensor.
     """
 
     kind: str
@@ -398,7 +397,7 @@ def segments_for(n: int, k: int) -> int:
 def _packed(kind: str, weight: QTensor, shape: LinearShape, codes: Tensor, scale: Tensor, group: int = 0,
             zero: Tensor | None = None, rest: Tensor | None = None) -> Packed:  # fmt: skip
     n, k = weight.shape
-    arrivals = torch.zeros((LANES, 4096), dtype=torch.int32, device=shape.device)
+    arrivals = torch.zeros(4096, dtype=torch.int32, device=shape.device)
     segments = segments_for(n, k) if kind in ("group", "float4") else 1
     return Packed(kind, n, k, group, segments, shape.dtype, codes, scale, zero, rest, arrivals)
 
@@ -481,12 +480,11 @@ def _launch(kernel: Callable, packed: Packed, x: Tensor, heads: tuple, **flags) 
     else:
         split, wide = min(tile.split or 2, packed.k_padded // BK) if tile.split != 1 else 1, torch.int32
         flags["BK"] = BK
-    split = 1 if tiles > packed.arrivals.shape[1] else split
+    split = 1 if tiles > packed.arrivals.numel() else split
     partials = y if split == 1 else torch.empty(tiles * split * tile.BN * tile.BM, dtype=wide, device=device)
     kernel[(tiles, split)](
-        x, *heads, y, partials, packed.arrivals[lane(device)], *sizes, EVEN=packed.k % BK == 0, BN=tile.BN, BM=tile.BM,
-        SPLIT=split, ORDER=tile.order, STAGES=tile.stages, num_stages=tile.stages, **flags,
-        **launch_options(device, tile.warps),
+        x, *heads, y, partials, packed.arrivals, *sizes, EVEN=packed.k % BK == 0, BN=tile.BN, BM=tile.BM, SPLIT=split,
+        ORDER=tile.order, STAGES=tile.stages, num_stages=tile.stages, **flags, **launch_options(device, tile.warps),
     )  # fmt: skip
     return y
 

@@ -102,6 +102,11 @@ def room(resident: int) -> int:
     return min(MOST_BYTES, PROCESSOR_BYTES // resident - RESERVED_BYTES)
 
 
+@functools.cache
+def processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def product(tokens: int, channels: int, types: str, immediates: str = "") -> str:
     """CUDA for one wgmma of `types` (of sums, weights, activations): 64 rows x `channels` in registers times `tokens` x
     `channels` in shared memory."""

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
     }
     if (mine)
 #pragma unroll
-      for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(y[i][j]));
+      for (int j = 0; j < 8; j++) most = larger(most, fabsf(y[i][j]));
   }
 
   most = warp_largest(most);
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
     return;
   }
   if (SHARE == 2) most = a.most[row];
-  most = fmaxf(most, 1e-10f);
+  most = larger(most, 1e-10f);
   const float inverse = __fdiv_rn(127.f, most);
 #pragma unroll
   EACH {

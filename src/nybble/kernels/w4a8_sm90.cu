@@ -1,6 +1,6 @@
 // y[m, n] = x_scale[m] * w_scale[n] * (exact int32 sum over k of w[n, k] * x[m, k]) on Hopper, sm_90a, compiled by NVRTC.
 //
-// One warp copies, two or three warpgroups multiply. Weights are packed in the order of the tensor core's register operand: one bulk
+// One warp copies, two warpgroups multiply. Weights are packed in the order of the tensor core's register operand: one bulk
 // copy brings a tile, a 16-byte shared load and three integer instructions per eight weights make operands of two products.
 // Activations are the shared-memory operand, 128-byte swizzle. A cluster is CLUSTER_K shares of the input channels of one
 // tile, whose int32 sums are added through distributed shared memory, or with THROUGH_MEMORY, as plain blocks, through global.
@@ -13,11 +13,10 @@
 // (stages of weights copied before the kernel ahead has ended: activations queue up behind them), those of sm90.cuh; and
 // `product(int (&sum)[TOKENS / 2], const unsigned (&a)[4], u64 x)`.
 
-constexpr int COPIERS = REGISTERS ? 128 : 32, COPY_REGISTERS = RESIDENT == 1 && WARPGROUPS == 2 ? 40 : 32;
+constexpr int COPIERS = REGISTERS ? 128 : 32, COPY_REGISTERS = RESIDENT == 1 ? 40 : 32;
 constexpr int BM = 64 * ROW_TILES * WARPGROUPS, GROUPS = TOKENS / 8;
 constexpr int PACKED = 8192;  // bytes of 128 rows x 128 channels
-constexpr bool BY_HALVES = BM % 128 != 0;  // half of a packed tile, every other two rows of 128, for each warpgroup
-constexpr int W_BYTES = BM * 64, X_BYTES = TOKENS * 128, S_BLOCKS = (BM + 127) / 128, S_BYTES = S_BLOCKS * 128 * MODE;
+constexpr int W_BYTES = BM / 128 * PACKED, X_BYTES = TOKENS * 128, S_BYTES = MODE * BM;
 constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES, BARRIERS_AT = S_AT + STAGES * S_BYTES;
 constexpr int OWNED = (GROUPS + CLUSTER_K - 1) / CLUSTER_K;  // groups of eight tokens that one share of a cluster finishes
 constexpr int PIECE = WARPGROUPS * 128 * 16;                 // one group of one 64-row tile of every warpgroup
@@ -181,21 +180,15 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   follow(ahead);
   auto copy_weights = [&](int stage, const Place& p) {
     const u64 policy = a.token_tiles > 1 ? EVICT_NORMAL : EVICT_FIRST;  // read again, or once
-    const u32 barrier = full + 8 * stage;
-    const int block = p.row_tile * BM / 128, blocks = a.padded_rows / 128;  // the last one again, where there are no more
-    auto weights = [&](int b) { return a.w + ((size_t)min(b, blocks - 1) * a.steps + p.step) * PACKED; };
+    u32 barrier = full + 8 * stage;
+    int row = min(p.row_tile * BM, a.padded_rows - BM);
     expect(barrier, W_BYTES + X_BYTES + S_BYTES);
 #pragma unroll
-    for (int i = 0; i < (BY_HALVES ? 2 * WARPGROUPS : BM / 128); i++) {
-      constexpr int BYTES = BY_HALVES ? PACKED / 4 : PACKED;
-      const int half = p.row_tile * WARPGROUPS + i / 2;
-      const char* from = BY_HALVES ? weights(half / 2) + i % 2 * PACKED / 2 + half % 2 * BYTES : weights(block + i);
-      bulk_copy(base + W_AT + stage * W_BYTES + i * BYTES, from, BYTES, barrier, policy);
-    }
-#pragma unroll
-    for (int i = 0; i < (MODE ? S_BLOCKS : 0); i++)
-      bulk_copy(base + S_AT + stage * S_BYTES + i * 128 * MODE,
-                a.group + ((size_t)p.step * a.padded_rows + min(block + i, blocks - 1) * 128) * MODE, 128 * MODE, barrier, policy);
+    for (int i = 0; i < BM / 128; i++)
+      bulk_copy(base + W_AT + stage * W_BYTES + i * PACKED, a.w + ((size_t)(row / 128 + i) * a.steps + p.step) * PACKED, PACKED,
+                barrier, policy);
+    if (MODE)
+      bulk_copy(base + S_AT + stage * S_BYTES, a.group + ((size_t)p.step * a.padded_rows + row) * MODE, S_BYTES, barrier, policy);
   };
   auto copy_activations = [&](int stage, const Place& p) {
     copy_box(base + stage * X_BYTES, &tokens_map, p.step * 128, p.token_tile * TOKENS, full + 8 * stage, EVICT_LAST);
@@ -241,15 +234,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   }
 
   if (REGISTERS) more_registers<REGISTERS ? REGISTERS : 24>();
+  const int odd = ROW_TILES == 1 ? warpgroup & 1 : 0, block = ROW_TILES == 1 ? warpgroup / 2 : warpgroup;
   const int lane_row = thread / 32 * 32 + thread % 32 / 4 * 4;  // a thread's rows: four neighbours of 128, or two of them
-  auto first_row = [&] {
-    const int half = tile_row * WARPGROUPS + warpgroup;
-    return lane_row + (ROW_TILES == 1 ? half / 2 * 128 + half % 2 * 2 : half * 128);
-  };
-  u32 weights_at = W_AT + thread * 16 + (BY_HALVES        ? warpgroup * 4096
-                                         : ROW_TILES == 1 ? warpgroup / 2 * PACKED + warpgroup % 2 * 2048
-                                                          : warpgroup * PACKED);
-  u32 scales_at = S_AT + first_row() * MODE;  // of the first row tile
+  u32 weights_at = W_AT + block * PACKED + odd * 2048 + thread * 16, scales_at = S_AT + (block * 128 + lane_row + 2 * odd) * MODE;
   u32 tokens_at[2] = {tokens_offset(0), tokens_offset(1)};
   asm volatile("" : "+r"(weights_at), "+r"(scales_at), "+r"(tokens_at[0]), "+r"(tokens_at[1]));  // or every step computes them
   auto release = [&](int stage) {
@@ -258,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   };
   float scale[2 * ROW_TILES];
   const u32 by_at = base + BY_AT + warpgroup * TOKENS * 4;
+  auto first_row = [&] { return tile_row * BM + block * 128 + lane_row + 2 * odd; };
   float by_token[(TOKENS + 127) / 128];
   auto ask_scales = [&] {
 #pragma unroll
@@ -322,7 +310,6 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #endif
   for (int left = units; left > 0; follow(begin)) {
     tile_row = begin.row_tile, tile_token = begin.token_tile;
-    if (MODE && BY_HALVES) scales_at = S_AT + (first_row() - tile_row * BM / 128 * 128) * MODE;
     const int end = min(last, begin.step + left);
     left -= end - begin.step;
     const bool finishes = !STREAM || begin.step == 0;
@@ -341,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       wait(full + 8 * stage, parity);
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; i++)
-        packed[i / 2][i % 2] = load_shared(base + stage * W_BYTES + weights_at + (BY_HALVES ? i : i % 2 * 2 + i / 2) * 2048);
+        packed[i / 2][i % 2] = load_shared(base + stage * W_BYTES + weights_at + (i % 2 * 2 + i / 2) * 2048);
       constexpr int BYTES = 2 * MODE * ROW_TILES;  // of a thread's scales
       const u32 from = base + stage * S_BYTES + scales_at;
       if (BYTES == 2) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(scales[0]) : "r"(from));

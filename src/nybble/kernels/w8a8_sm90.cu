@@ -1,30 +1,26 @@
 // y[m, n] = sum over k of w[n, k] * x[m, k], scaled, on Hopper, sm_90a, compiled by NVRTC: int8 with int32 sums, or FP8 E4M3.
 //
-// One warp copies (another one scales), WARPGROUPS multiply, 64 weight rows each: the tensor core's rows, tokens its columns
-// (KIND 3: the other way round). Both operands come from shared memory: weights packed in tiles of 64 rows x 128 channels that
-// already have the 128-byte swizzle, activations through a tensor map. CLUSTER blocks with neighbouring row tiles share the
-// tokens: each copies its part to all.
+// One thread copies weights, one activations (the same one for small tiles and blocks), one scales. WARPGROUPS multiply, 64 weight rows
+// each: the tensor core's rows, tokens its columns (KIND 3: the other way round). Both operands come from shared memory: weights
+// packed in tiles of 64 rows x 128 channels that already have the 128-byte swizzle, activations through a tensor map. CLUSTER
+// blocks with neighbouring row tiles share the tokens: each copies its part to all.
 //
-// FP8 products are added in the tensor core with about 14 bits. So that a long sum does not cost its low bits, that of a chunk
-// of at most 16 steps, or of one where scales change every 128 channels, goes to a float32 one beside it. Channels in order,
-// whatever the tile: a token's result does not depend on the batch.
-//
-// Tiles that do not fill a last round are shared: the first chunks of each are one block's, its owner; the rest are others', who
-// leave each chunk's sum in global memory, from where the owner adds them in their order. The same bits.
+// FP8 products are added in the tensor core with about 14 bits. So that a long sum does not cost its low bits, that of 16
+// steps, or of one where scales change every 128 channels, goes to a float32 one beside it. Channels in order, whatever the
+// tile: a token's result does not depend on the batch.
 //
 // Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels,
 // 3 the same with one scale for 128 rows), TOKENS (a tile's), COLUMNS (of a product: TOKENS, or 64 or 128 weight rows), STAGES,
 // WARPGROUPS, RESIDENT (blocks a processor must hold), CLUSTER, REGISTERS (of a multiplying thread, taken from the copying ones
 // that then number 128; 0: all alike), STAGED (outputs leave through shared memory, 64 tokens at a time: where a warpgroup's
-// weights of the last two steps were), those of sm90.cuh;
-// and `product(Sum (&sum)[COLUMNS / 2], u64 rows, u64 columns, int add)`. Or QUANTIZE, see the end.
+// weights of the last two steps were), those of sm90.cuh; and `product(Sum (&sum)[COLUMNS / 2], u64 rows, u64 columns, int
+// add)`. Or QUANTIZE, see the end.
 
 #ifndef QUANTIZE
 constexpr int COPIERS = REGISTERS ? 128 : KIND < 2 ? 32 : 64, TURNED = KIND == 3, BLOCKS = KIND >= 2;
 constexpr int ROWS64 = TURNED ? COLUMNS / 64 : WARPGROUPS, BM = 64 * ROWS64;
-#ifndef APART
-#define APART 0
-#endif
+// The warps that copy what; one alone would be busy with a step's copies for as long as its products take.
+enum Copies : int { WEIGHTS, SCALES, ACTIVATIONS = REGISTERS && !BLOCKS ? 2 : 0 };
 constexpr int TILE = 8192;  // bytes of 64 rows x 128 channels
 constexpr int W_BYTES = ROWS64 * TILE, X_BYTES = TOKENS * 128, S_BYTES = BLOCKS ? (BM + TOKENS) * 4 : 0;
 constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES;
@@ -32,7 +28,7 @@ constexpr int BARRIERS_AT = S_AT + STAGES * S_BYTES;
 // Scales of a tile's tokens are read before its products; many wait in shared memory.
 constexpr bool HELD = KIND < 2 && TOKENS > 64;
 constexpr int HELD_AT = BARRIERS_AT + 16 * STAGES, HELD_BYTES = (TOKENS + 63) / 64 * 256;
-constexpr int BUFFERS = KIND < 2 ? 2 : 1;  // for outputs on their way
+[[maybe_unused]] constexpr int OUTPUTS = KIND < 2 ? 2 : 1;  // stages for outputs on their way
 constexpr int GROUPS = TOKENS / 8, BATCH = GROUPS < 8 ? GROUPS : 8;  // groups of eight tokens that leave together
 constexpr int WAVES = TURNED ? TOKENS / (64 * WARPGROUPS) : 1;  // of 64 tokens
 constexpr int SHARE = TOKENS / CLUSTER;  // tokens that one block of a cluster copies
@@ -55,69 +51,24 @@ __device__ __forceinline__ float2 load_shared_pair(u32 address) {
 // Registers of a product are not touched before here: the compiler does not see what `wait_products` waited for.
 __device__ __forceinline__ void hold(Sum (&part)[COLUMNS / 2]) {
 #pragma unroll
-  for (int i = 0; i < COLUMNS / 2; i++) {
-    if (KIND)
-      asm volatile("" : "+f"(*(float*)&part[i])::"memory");
-    else
-      asm volatile("" : "+r"(*(int*)&part[i])::"memory");
-  }
+  for (int i = 0; i < COLUMNS / 2; i++)
+    if (KIND) asm volatile("" : "+f"(*(float*)&part[i])::"memory");
 }
-
-// Sums for another block. ABSENT, INT_MIN or -0, says that a place is free: no sum is, and it is free again once read.
-__device__ constexpr int sums_at_once() {  // fours of them, as registers allow
-  const int room = (REGISTERS == 160 ? 136 : 200) - COLUMNS / 2 * (KIND ? 2 : 1);
-  int fours = 16;
-  while (fours > 1 && (COLUMNS / 8 % fours || fours * 4 > room)) fours /= 2;
-  return fours;
-}
-constexpr int AT_ONCE = sums_at_once();
-constexpr u32 ABSENT = 0x80000000;
-__device__ __forceinline__ void store_four(uint4* to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ uint4 load_four(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ bool absent(const uint4& v) { return v.x == ABSENT || v.y == ABSENT || v.z == ABSENT || v.w == ABSENT; }
 
 struct Arguments {
   const char* w;         // [N / 64, K / 128] packed tiles
   const float *w_scale;  // [N padded to 128], BLOCKS: [K / 128, N padded]
   const float *x_scale;  // [tokens], BLOCKS: [K / 128, x_stride]
   void* y;
-  uint4* sums;  // of shared tiles: [tile, chunk after the owner's, of a cluster, warpgroup, COLUMNS / 8, 128], ABSENT between launches
   int tokens, rows, padded_rows, steps, row_tiles, token_tiles, order, x_stride, first;
   // row_tiles: groups of CLUSTER row tiles, from the `first` tile on
-  int chunks, whole, own, helpers, jobs;
-  // of K; tiles not shared; an owner's chunks; blocks that help, `jobs` times each; the blocks after them own
 };
 
-// What a block does, one after the other: whole tiles, then its part of a shared one.
-struct Work {
-  int row_tile, token_tile, chunk, end_chunk, shared = -1, turn = -1;
-  __device__ __forceinline__ bool next(const Arguments& a) {
-    const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, tiles = a.row_tiles * a.token_tiles;
-    int tile = cluster + ++turn * clusters;
-    chunk = 0, end_chunk = a.chunks;
-    if (tile >= a.whole) {
-      if (BLOCKS) return false;
-      const int job = turn - a.whole / clusters, others = (a.chunks - 1) / a.own;
-      if (cluster < a.helpers) {
-        const int at = cluster * a.jobs + job;
-        shared = at / others, chunk = (1 + at % others) * a.own;
-        if (job >= a.jobs) return false;
-      } else {
-        shared = cluster - a.helpers;
-        if (job > 0) return false;
-      }
-      tile = a.whole + shared, end_chunk = min(chunk + a.own, a.chunks);
-      if (tile >= tiles) return false;
-    }
+struct Place {
+  int row_tile, token_tile;
+  __device__ __forceinline__ Place(const Arguments& a, int tile) {
     locate(a, tile, row_tile, token_tile);
     row_tile = a.first + row_tile * CLUSTER + blockIdx.x % CLUSTER;
-    return true;
   }
 };
 
@@ -127,10 +78,11 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   extern __shared__ __align__(1024) char shared[];
   const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, rank = blockIdx.x % CLUSTER;
+  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, tiles = a.row_tiles * a.token_tiles;
   const bool copies = threadIdx.x == WARPGROUPS * 128;
-  auto first_step = [&](int chunk) { return chunk * a.steps / a.chunks; };
+  const int units = (tiles - cluster + clusters - 1) / clusters * a.steps;
 
-  auto copy_weights = [&](int stage, const Work& p, int step) {
+  auto copy_weights = [&](int stage, const Place& p, int step) {
     const u64 policy = a.token_tiles > 1 ? EVICT_NORMAL : EVICT_FIRST;
     const u32 barrier = full + 8 * stage;
     expect(barrier, W_BYTES + X_BYTES + S_BYTES);
@@ -141,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       bulk_copy(base + W_AT + stage * W_BYTES + i * TILE, a.w + (block * a.steps + step) * TILE, TILE, barrier, policy);
     }
   };
-  auto copy_activations = [&](int stage, const Work& p, int step) {
+  auto copy_activations = [&](int stage, const Place& p, int step) {
     const u32 to = base + stage * X_BYTES, barrier = full + 8 * stage;
     const int token = p.token_tile * TOKENS;
     if (CLUSTER == 1)
@@ -149,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     else
       copy_box_to_all(to + rank * SHARE * 128, &tokens_map, step * 128, token + rank * SHARE, barrier);
   };
-  auto copy_scales = [&](int stage, const Work& p, int step) {
+  auto copy_scales = [&](int stage, const Place& p, int step) {
     const u32 to = base + S_AT + stage * S_BYTES, barrier = full + 8 * stage;
     const int row = min(p.row_tile * BM, a.padded_rows - BM);
     bulk_copy(to, a.w_scale + (size_t)step * a.padded_rows + row, BM * 4, barrier, EVICT_NORMAL);
@@ -163,10 +115,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     constexpr int ARRIVALS = WARPGROUPS * (BLOCKS ? 4 : 1) * CLUSTER;
     for (int i = 0; i < STAGES; i++) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, ARRIVALS);
     fence_barriers();
-    Work p;  // weights need not wait for the kernel before this one
-    p.next(a);
-    const int begin = first_step(p.chunk), steps = first_step(p.end_chunk) - begin;
-    for (; loaded < min(STAGES, steps); loaded++) copy_weights(loaded, p, begin + loaded);
+    const Place p(a, cluster);  // weights need not wait for the kernel before this one
+    for (; loaded < min(STAGES, a.steps); loaded++) copy_weights(loaded, p, loaded);
     launch_next();
   }
   __syncthreads();
@@ -175,21 +125,18 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 
   if (warpgroup == WARPGROUPS) {
     if (REGISTERS) fewer_registers<WARPGROUPS == 2 ? 40 : 32>();
-    const int warp = thread / 32;  // of the scales' is 1, of the activations' APART, else the weights'
-    if (thread % 32 == 0 && (copies || BLOCKS && warp == 1 || APART && warp == APART)) {
+    const int warp = thread / 32;
+    if (thread % 32 == 0 && (warp == WEIGHTS || warp == ACTIVATIONS || BLOCKS && warp == SCALES)) {
       int stage = 0, parity = 1, unit = 0;
-      for (Work p; p.next(a);) {
-        const int begin = first_step(p.chunk);
-        int step = begin;
-        for (int left = first_step(p.end_chunk) - begin; left > 0; left--, step++, unit++) {
+      for (int tile = cluster; unit < units; tile += clusters) {
+        const Place p(a, tile);
+        for (int step = 0; step < a.steps; step++, unit++) {
           if (unit >= (copies ? loaded : STAGES)) {
             wait(empty + 8 * stage, parity);
-            if (copies) copy_weights(stage, p, step);
+            if (warp == WEIGHTS) copy_weights(stage, p, step);
           }
-          if (warp == APART)
-            copy_activations(stage, p, step);
-          else if (!copies)
-            copy_scales(stage, p, step);
+          if (warp == ACTIVATIONS) copy_activations(stage, p, step);
+          if (BLOCKS && warp == SCALES) copy_scales(stage, p, step);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -208,19 +155,16 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     } else if (lane < CLUSTER)
       arrive_at(empty + 8 * stage, lane);
   };
-  auto place_of = [&](int shared_tile, int chunk) {
-    const size_t at = ((size_t)(shared_tile * (a.chunks - a.own) + chunk - a.own) * CLUSTER + rank) * WARPGROUPS + warpgroup;
-    return a.sums + at * (COLUMNS / 8) * 128 + thread;
-  };
   const int quad = thread % 4;
   int stage = 0, parity = 0;
-  for (Work p; p.next(a);) {
+  for (int tile = cluster; tile < tiles; tile += clusters) {
+    const Place p(a, tile);
     [[maybe_unused]] int before = -1, last_but_one = -1;
     auto issue = [&](Sum(&part)[COLUMNS / 2], int wave, int add) {
       const u32 w = base + W_AT + stage * W_BYTES, x = base + stage * X_BYTES;
       const u64 rows = swizzled_operand(TURNED ? x + (warpgroup * WAVES + wave) * TILE : w + warpgroup * TILE);
       const u64 columns = swizzled_operand(TURNED ? w : x);
-      hold(part);
+      if (KIND) hold(part);
       products_begin();
 #pragma unroll
       for (int k = 0; k < 4; k++) product(part, rows + 2 * k, columns + 2 * k, k ? 1 : add);
@@ -295,56 +239,25 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #endif
 #pragma unroll
     for (int j = 0; j < COLUMNS / 2; j++) sum[j] = 0;
-    int step = first_step(p.chunk);
-    const int last = first_step(p.end_chunk) - 1;
-    const bool keeps = STAGED && !p.chunk;  // the last two stages, for the outputs
-    for (int chunk = p.chunk; step <= last; chunk++) {
-      const int begin = step, end = KIND ? first_step(chunk + 1) : last + 1;
-      before = -1;
+    constexpr int EVERY = KIND ? 16 : 1 << 28;
+    // Every second 64 rows are half a turn ahead, so that one warpgroup adds while the other one's products run.
+    for (int step = 0, end = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? EVERY / 2 : EVERY; step < a.steps; end += EVERY) {
 #pragma unroll 1
-      for (; step < end; step++) {
+      for (const int begin = step; step < min(end, a.steps); step++) {
         wait(full + 8 * stage, parity);
         issue(part, 0, step - begin);
         wait_products<1>();
-        if (keeps && step == last)
+        if (STAGED && step + 1 == a.steps)
           last_but_one = before;
         else if (before >= 0)
           release(before);
         advance();
       }
       wait_products<0>();
-      if (!keeps || step <= last) release(before);
+      if (!STAGED || step + 1 < a.steps) release(before), before = -1;
       hold(part);
-      if (p.chunk) {
-        uint4* to = place_of(p.shared, chunk);
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 8; i++) {
-          const Sum four[4] = {part[4 * i] + 0, part[4 * i + 1] + 0, part[4 * i + 2] + 0, part[4 * i + 3] + 0};  // -0 becomes 0
-          const u32* bits = (const u32*)four;
-          store_four(to + i * 128, bits[0], bits[1], bits[2], bits[3]);
-        }
-      } else if (KIND) {
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 2; j++) sum[j] += part[j];
-      }
-    }
-    if (p.chunk) continue;
-    for (int chunk = p.end_chunk; chunk < a.chunks; chunk += KIND ? 1 : a.own) {
-      uint4* from = place_of(p.shared, chunk);
-#pragma unroll
-      for (int i = 0; i < COLUMNS / 8; i += AT_ONCE) {
-        uint4 v[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) v[j] = load_four(from + (i + j) * 128);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-          while (absent(v[j])) v[j] = load_four(from + (i + j) * 128);
-          store_four(from + (i + j) * 128, ABSENT, ABSENT, ABSENT, ABSENT);
-          const u32 bits[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-#pragma unroll
-          for (int k = 0; k < 4; k++) sum[4 * (i + j) + k] += *(const Sum*)&bits[k];
-        }
-      }
+      for (int j = 0; KIND && j < COLUMNS / 2; j++) sum[j] += part[j];
     }
 #else
     auto promote = [&](Sum(&part)[COLUMNS / 2], int at) {
@@ -405,9 +318,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
         return float2{(float)four[i % 2] * scale[0] * by[i], (float)four[2 + i % 2] * scale[1] * by[i]};
       };
 #if STAGED
-      const u32 buffer = base + W_AT + (block / 8 % BUFFERS ? last_but_one : before) * W_BYTES + warpgroup * TILE;
-      if (block >= 8 * BUFFERS || !HELD) {  // what was in this buffer has left it
-        if (thread == 0) wait_stores_read<BUFFERS - 1>();
+      const u32 buffer = base + W_AT + (block / 8 % OUTPUTS ? last_but_one : before) * W_BYTES + warpgroup * TILE;
+      if (block >= 8 * OUTPUTS || !HELD) {  // what was in this buffer has left it
+        if (thread == 0) wait_stores_read<OUTPUTS - 1>();
         sync_threads(1 + warpgroup, 128);
       }
 #pragma unroll
@@ -448,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #if STAGED
     if (thread == 0) wait_stores_read<0>();
     __syncwarp();
-    if (BUFFERS == 2) release(last_but_one);
+    if (OUTPUTS == 2) release(last_but_one);
     release(before);
 #endif
 #endif

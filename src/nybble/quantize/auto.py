@@ -66,7 +66,7 @@ def measure(layers: Iterable[Layer], stream: Stream, logits: Callable[[Tensor], 
                 statistics[-1].add(rows, None)
         for site, projection, stats in zip(SITES, layer.projections, statistics):
             place, parts, width = f"{index}.{site}", projection.parts, projection.parts[0].shape[1]
-            weight, moment = torch.cat([dense(part.weight) for part in parts]), stats.moment.mean()
+            weight, moment = torch.cat([dense(part.weight) for part in parts]), stats.moment
             own = recipe.scheme_for(width)
             for name in candidates(recipe, width):
                 scheme = replace(recipe, layers={place: name}).scheme_for(width, place)

@@ -26,7 +26,7 @@ from nybble.models.load import Source, read_layer
 from nybble.models.window import FLOAT_KV, scratch_kv, window_step
 from nybble.nn.linear import Part, Projection
 from nybble.nn.rope import cos_sin_table
-from nybble.quantize.gptq import GptqOptions, SecondMoment, follow, outer, output_error, quantize_gptq
+from nybble.quantize.gptq import follow, outer, output_error, quantize_gptq
 from nybble.quantize.recipe import Recipe
 from nybble.quantize.rtn import quantize_rtn, storable
 
@@ -41,7 +41,6 @@ class Quantized:
     calibration. act_scale: the multiplier of static activations."""
 
     weight: QTensor
-    scheme: Scheme
     error: float | None
     act_scale: float | None = None
 
@@ -61,38 +60,48 @@ def as_seen(x: Tensor, act: Spec | None, act_scale: float | None = None) -> Tens
 
 
 class Stats:
-    """What a linear's rounding has to know of its inputs: the second moment H of x as the linear sees it, and, when the float
-    model's inputs c come along, the mean of (c - x) x^T, its error's share to be made up for."""
+    """What a linear's rounding has to know of its inputs x, as it sees them: the second moment, the mean of x x^T, and, when
+    the float model's inputs c come along, that of (c - x) x^T, its error's share to be made up for.
+
+    Sums as `outer` per call and in fp64 across calls (fp32 beyond 8192 inputs, where fp64 would not fit beside the weights).
+    """
 
     def __init__(self, in_features: int, device: torch.device, act: Spec | None, drift: float,
                  act_scale: float | None = None) -> None:
-        self.moment, self.act, self.act_scale, self.drift = SecondMoment(in_features, device), act, act_scale, drift
-        self.cross = torch.zeros_like(self.moment.total) if drift else None
+        self.act, self.act_scale, self.drift, self.rows = act, act_scale, drift, 0
+        dtype = torch.float64 if in_features <= 8192 else torch.float32
+        self.total = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+        self.cross = torch.zeros_like(self.total) if drift else None
 
     def add(self, x: Tensor, clean: Tensor | None) -> None:
         """x, clean: float [M, K]."""
         for start in range(0, x.shape[0], ROWS):
             rows = x[start : start + ROWS].float()
             seen = as_seen(rows, self.act, self.act_scale)
-            self.moment.add(seen)
+            self.total += outer(seen, seen)
+            self.rows += len(seen)
             if self.cross is not None and clean is not None:
                 wanted = torch.lerp(rows, clean[start : start + ROWS].float(), self.drift)
                 self.cross += outer(wanted - seen, seen)
+
+    @property
+    def moment(self) -> Tensor:
+        return self.total / self.rows
 
 
 def quantize_parts(parts: Sequence[Part], stats: Stats | None, scheme: Scheme, recipe: Recipe,
                    scale_dtype: torch.dtype) -> dict[str, Quantized]:
     """Quantize linears that share an input to `scheme`. stats: of that input, None for methods that need none."""
-    weight, h = torch.cat([dense(part.weight) for part in parts]), None if stats is None else stats.moment.mean()
+    weight, h = torch.cat([dense(part.weight) for part in parts]), None if stats is None else stats.moment
     name = parts[0].name if len(parts) == 1 else f"{parts[0].name} (and those beside it)"
     if h is not None and stats.cross is not None:
-        weight = follow(weight, h, stats.cross / stats.moment.rows, recipe.damping, name)
+        weight = follow(weight, h, stats.cross / stats.rows, recipe.damping, name)
     if h is None or recipe.method == "rtn":
         found = quantize_rtn(weight, scheme.weight, scale_dtype, recipe.mse, name)
     else:
-        options = GptqOptions(recipe.damping, recipe.act_order, recipe.mse, recipe.sweeps)
-        found = quantize_gptq(weight, h, scheme.weight, scale_dtype, options, name)
-    return {part.name: Quantized(q, scheme, None if h is None else output_error(dense(part.weight), q, h))
+        found = quantize_gptq(weight, h, scheme.weight, scale_dtype, name, damping=recipe.damping, act_order=recipe.act_order,
+                              mse=recipe.mse, sweeps=recipe.sweeps)
+    return {part.name: Quantized(q, None if h is None else output_error(dense(part.weight), q, h))
             for part, q in zip(parts, split(found, parts))}
 
 
@@ -105,7 +114,10 @@ class Stream:
         self.device, dtype = self.hidden[0].device, self.hidden[0].dtype
         self.length = tokens.shape[1]
         counts = [chunk.shape[0] // self.length for chunk in self.hidden]
-        made = {count: calibration_step(config, tokens[:count], self.device, dtype) for count in set(counts)}
+        made: dict[int, tuple[Step, LayerKV]] = {}
+        for count in set(counts):
+            step = window_step(tokens[:count].to(self.device))
+            made[count] = step, scratch_kv(config, FLOAT_KV[dtype], step.block_table.numel(), self.device)[0]
         self.steps = [made[count] for count in counts]
 
     def beside(self, hidden: Sequence[Tensor]) -> Stream:
@@ -154,7 +166,7 @@ def quantize_layer(layer: Layer, stream: Stream, reference: Stream | None, schem
             for rows, wanted in zip(x(), repeat(None) if clean is None else clean[1]()):
                 stats.add(rows, wanted)
         for name, result in quantize_parts(projection.parts, stats, scheme, recipe, scale_dtype).items():
-            projection.replace(name, result.weight, result.scheme.act, act_scale)
+            projection.replace(name, result.weight, scheme.act, act_scale)
             done[name] = replace(result, act_scale=act_scale)
     return done
 
@@ -189,24 +201,21 @@ def build_layer(source: Source, config: ModelConfig, index: int, device: torch.d
     return read_layer(config, Floats(source, device, changed or {}), index, cos_sin, device, dtype, editable=True)
 
 
-def calibration_step(config: ModelConfig, tokens: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Step, LayerKV]:
-    """Addresses and a float cache for int64 [samples, L] tokens run in one step."""
-    step = window_step(tokens.to(device))
-    kv = scratch_kv(replace(config, num_layers=1), FLOAT_KV[dtype], step.block_table.numel(), device)[0]
-    return step, kv
-
-
-def take_windows(token_ids: Sequence[int], samples: int, length: int) -> Tensor:
+def take_windows(token_ids: Sequence[int], samples: int, length: int, vocab_size: int) -> Tensor:
     """int64 [up to `samples`, length]: windows spread evenly over a text, overlapping only if it is too short for that.
 
-    Raises ValueError when not even one window fits.
+    Raises ValueError when not even one window fits, or a token is none of the model's.
     """
     spare = len(token_ids) - length
     if spare < 0:
         raise ValueError(f"the calibration text has {len(token_ids)} tokens, a sequence takes {length}: "
                          "use more text or shorter sequences")
     starts = [round(spare * i / max(samples - 1, 1)) for i in range(samples)]
-    return torch.tensor([list(token_ids[start : start + length]) for start in dict.fromkeys(starts)])
+    windows = torch.tensor([list(token_ids[start : start + length]) for start in dict.fromkeys(starts)])
+    if (largest := int(windows.max())) >= vocab_size:
+        raise ValueError(f"the tokenizer makes token {largest} of the calibration text, its model has {vocab_size}: the two do "
+                         "not belong together")
+    return windows
 
 
 def split(q: QTensor, parts: Sequence[Part]) -> list[QTensor]:

@@ -11,7 +11,7 @@ refitted in closed form in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,30 +25,6 @@ LARGEST_DAMPING = 1.0
 ROWS = 4096  # of a weight that are widened to fp64 at a time
 
 
-class SecondMoment:
-    """The running mean of x x^T over rows: the Hessian of a linear's output error, up to a factor.
-
-    Sums as `outer` per call and in fp64 across calls (fp32 when K > 8192, where fp64 would not fit beside the weights).
-    """
-
-    def __init__(self, in_features: int, device: torch.device | str) -> None:
-        dtype = torch.float64 if in_features <= 8192 else torch.float32
-        self.total = torch.zeros(in_features, in_features, dtype=dtype, device=device)
-        self.rows = 0
-
-    def add(self, x: Tensor) -> None:
-        """x float [M, K]: one row per token."""
-        wide = x.float()
-        self.total += outer(wide, wide)
-        self.rows += x.shape[0]
-
-    def mean(self) -> Tensor:
-        """float [K, K]. Raises ValueError before the first row."""
-        if not self.rows:
-            raise ValueError("no calibration row was seen")
-        return self.total / self.rows
-
-
 def outer(a: Tensor, b: Tensor) -> Tensor:
     """a^T b, fp32 [M, K] each -> fp32 [K, K]. On a GPU the factors enter as TF32: exact for 16-bit inputs and int8 codes, else
     within 2^-11, far below the damping, at eight times the speed; sums are fp32."""
@@ -60,19 +36,6 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
         return a.t() @ b
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@dataclass(frozen=True)
-class GptqOptions:
-    """damping: share of the mean diagonal added to H, grown tenfold as long as H does not factor. act_order: heaviest
-    input channels first. mse: search the scales, weighted by H's diagonal, instead of absmax / qmax. sweeps: refinement
-    passes after the greedy one. block: channels whose error is fed back to the rest in one product."""
-
-    damping: float = 0.01
-    act_order: bool = True
-    mse: bool = True
-    sweeps: int = 0
-    block: int = 128
 
 
 def output_error(weight: Tensor, q: QTensor, moment: Tensor) -> float:
@@ -121,8 +84,13 @@ def follow(weight: Tensor, moment: Tensor, cross: Tensor, damping: float, name: 
 
 
 def quantize_gptq(weight: Tensor, moment: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float16,
-                  options: GptqOptions = GptqOptions(), name: str = "this layer") -> QTensor:
+                  name: str = "this layer", *, damping: float = 0.01, act_order: bool = True, mse: bool = True, sweeps: int = 0,
+                  block: int = 128) -> QTensor:
     """float [N, K] weight, [K, K] mean of x x^T -> QTensor of `spec` (symmetric, per channel or contiguous groups).
+
+    damping: share of the mean diagonal added to H, grown tenfold as long as H does not factor. act_order: heaviest input
+    channels first. mse: search the scales, weighted by H's diagonal, instead of absmax / qmax. sweeps: refinement passes after
+    the greedy one. block: channels whose error is fed back to the rest in one product.
 
     Runs on the weight's device. Rows are independent: linears that share an input may be stacked. Raises ValueError (with
     `name`) for values that are not finite, a Hessian that does not factor, and specs that do not fit.
@@ -133,23 +101,23 @@ def quantize_gptq(weight: Tensor, moment: Tensor, spec: Spec, scale_dtype: torch
     wide = weight.float()
     k = wide.shape[1]
     order = torch.arange(k, device=wide.device)
-    if options.act_order:
+    if act_order:
         order = moment.diagonal().argsort(descending=True, stable=True)
-    h, factor = damped(moment[order][:, order], options.damping, name)
+    h, factor = damped(moment[order][:, order], damping, name)
     # H^-1 = U^T U with U = R^-1 upper, where H = R R^T and R is the reversed H's Cholesky factor reversed back.
     identity = torch.eye(k, dtype=h.dtype, device=h.device)
     upper = torch.linalg.solve_triangular(factor.flip(0, 1), identity, upper=True).float()
     diagonal = moment.diagonal().float()
     plain = replace(spec, over=None)
-    scale = mse_scale(wide, plain, scale_dtype, diagonal) if options.mse else absmax_scale(wide, plain, scale_dtype)
+    scale = mse_scale(wide, plain, scale_dtype, diagonal) if mse else absmax_scale(wide, plain, scale_dtype)
     scale = settle(scale, spec, scale_dtype)
     turned = wide[:, order].t().contiguous()
     codes, h = torch.empty_like(turned), h.float().contiguous()
-    _descend(turned.clone(), codes, _per_channel(scale, wide.shape, order), upper.contiguous(), spec, options.block, False)
-    for _ in range(options.sweeps):
+    _descend(turned.clone(), codes, _per_channel(scale, wide.shape, order), upper.contiguous(), spec, block, False)
+    for _ in range(sweeps):
         scale = refit_scale(turned.t(), codes.t(), scale, spec, order, h, scale_dtype)
         wanted = _per_channel(scale, wide.shape, order)
-        _descend(h @ (turned - codes * wanted), codes, wanted, h, spec, options.block, True)
+        _descend(h @ (turned - codes * wanted), codes, wanted, h, spec, block, True)
     back = torch.empty_like(order)
     back[order] = torch.arange(k, device=order.device)
     return with_scale(spec, codes.t()[:, back].to(FLOAT8.get(spec.num.name, torch.int8)).contiguous(), scale, scale_dtype)

@@ -98,7 +98,8 @@ def calibrate_kv(path: str | Path, calibration: str | Path | None = None, per_he
     text = shipped_text() if calibration is None else read_text(calibration)
     ids = load_tokenizer(path).encode(text, add_special=False)
     model = load_model(open_checkpoint(path, activations), pick_device(device), progress=progress)
-    windows = take_windows(ids, samples, min(sequence_length, model.config.max_position, max(len(ids), 1)))
+    length = min(sequence_length, model.config.max_position, max(len(ids), 1))
+    windows = take_windows(ids, samples, length, model.config.vocab_size)
     return kv_scales(model, windows, per_head, progress)
 
 

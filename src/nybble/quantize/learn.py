@@ -30,13 +30,11 @@ WORSE = 1.1  # times the loss: more than rounding's having seen the last sequenc
 
 @dataclass(frozen=True)
 class Learned:
-    """layer: with what was learned in it. weights: by linear. norms: the layer's two, fp32. loss: before and after, on
-    the sequence that was not learned from."""
+    """layer: with what was learned in it. weights: by linear. norms: the layer's two, fp32."""
 
     layer: Layer
     weights: dict[str, QTensor]
     norms: tuple[Tensor, Tensor]
-    loss: tuple[float, float]
 
 
 class _Scales:
@@ -156,10 +154,10 @@ def learn_scales(layer: Layer, inputs: Sequence[Tensor], wanted: Sequence[Tensor
     weights = {name: q for linear in model.linears for name, q in linear.weights().items()}
     norms = model.norm_weights()
     if not last < WORSE * first:
-        return Learned(layer, {}, (layer.input_norm.weight, layer.post_norm.weight), (first, last))
+        return Learned(layer, {}, (layer.input_norm.weight, layer.post_norm.weight))
     for name, q in weights.items():
         part = layer.part(name)
         layer.projection(name).replace(name, q, part.act, part.act_scale)
     tuned = replace(layer, input_norm=replace(layer.input_norm, weight=norms[0]),
                     post_norm=replace(layer.post_norm, weight=norms[1]))
-    return Learned(tuned, weights, norms, (first, last))
+    return Learned(tuned, weights, norms)

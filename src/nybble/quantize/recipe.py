@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_INT8, SCHEMES, Scheme, Spec, fit_group, scheme_of
-from nybble.text import read_text
+from nybble.text.errors import read_json, read_text
 
 METHODS = ("rtn", "gptq")
 TRANSFORMS = ("auto", "none", "smooth", "rotate", "rotate+smooth")
@@ -139,31 +139,25 @@ class Recipe:
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
-        """From a TOML file. Raises FileNotFoundError, and ValueError as `from_toml`."""
-        return from_toml(read_text(path))
-
-    def to_toml(self) -> str:
-        """One `key = value` a line, tables last. JSON's scalars are TOML's."""
-        values = self.to_dict()
-        tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in tables]
-        for key, table in tables.items():
-            lines += [f"[{key}]", *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in table.items())]
-        return "\n".join(lines) + "\n"
+        """From a TOML file, or of the checkpoint in a directory. Raises FileNotFoundError, and ValueError as `from_toml` or
+        where no recipe is recorded."""
+        if not Path(path).is_dir():
+            return from_toml(read_text(path))
+        recorded = read_json(Path(path) / "config.json").get("nybble", {}).get("recipe")
+        if recorded is None:
+            raise ValueError(f"{path}: its config.json records no recipe; nybble quantize makes checkpoints that do")
+        return from_dict(recorded)
 
 
 def from_dict(values: dict[str, object]) -> Recipe:
     """Raises ValueError naming a key that is unknown, of the wrong type, or out of range."""
-    types = typing.get_type_hints(Recipe)
-    known = {field.name for field in dataclasses.fields(Recipe)}
+    types, said = typing.get_type_hints(Recipe), meanings()
     for key, value in values.items():
-        if key not in known:
-            raise ValueError(f"recipe: unknown key {key!r}; knows {', '.join(sorted(known))}")
+        if key not in types:
+            raise ValueError(f"recipe: unknown key {key!r}; knows {', '.join(sorted(types))}")
         kind = typing.get_origin(types[key]) or types[key]
-        if kind is float and type(value) is int:
-            continue
-        if type(value) is not kind:
-            raise ValueError(f"recipe: {key} = {value!r} is a {type(value).__name__}; wants {kind.__name__}")
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(f"recipe: {key} = {value!r} is a {type(value).__name__}; wants {kind.__name__}. {said[key]}")
     return Recipe(**{k: float(v) if types[k] is float else v for k, v in values.items()})
 
 
@@ -175,13 +169,19 @@ def from_toml(text: str) -> Recipe:
         raise ValueError(f"recipe: not TOML: {error}") from error
 
 
+def meanings() -> dict[str, str]:
+    """What `Recipe` says of each key."""
+    hints = typing.get_type_hints(Recipe, include_extras=True)
+    return {key: " ".join(kind.__metadata__[0].split()) for key, kind in hints.items()}
+
+
 def key_table() -> str:
     """The keys of a recipe file, as a table in Markdown."""
     blank, rows = Recipe(), ["| key | default | meaning |", "|---|---|---|"]
-    for key, kind in typing.get_type_hints(Recipe, include_extras=True).items():
+    for key, meaning in meanings().items():
         default = getattr(blank, key)
         shown = "none" if isinstance(default, dict) else f"`{json.dumps(default)}`"
-        rows.append(f"| `{key}` | {shown} | {' '.join(kind.__metadata__[0].split())} |")
+        rows.append(f"| `{key}` | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nybble.checkpoint.write import lock_file
+from nybble.checkpoint.write import alone_in, lock_file
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import Scheme
 
@@ -38,17 +38,20 @@ class Saved:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.due, self.finished = folder, 0.0, 0
-        ours = folder.is_dir() and ((folder / "lock").exists() or not any(folder.iterdir()))
-        if os.path.lexists(folder) and not ours:
-            raise ValueError(f"{folder} exists and was not written by Nybble, which keeps unfinished work under that name: "
-                             "move it away, or choose another output directory")
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock = lock_file(folder / "lock")
-        except BlockingIOError:
-            raise ValueError(f"another run is writing to {folder.with_suffix('')}: wait for it, or choose another output "
-                             "directory") from None
         marker = folder / "key.json"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone_in(folder.parent):
+            continued = marker.is_file() and marker.read_bytes() == key.encode()
+            ours = folder.is_dir() and (continued or (folder / "lock").exists() or not any(folder.iterdir()))
+            if os.path.lexists(folder) and not ours:
+                raise ValueError(f"{folder} exists and was not written by Nybble, which keeps unfinished work under that name, "
+                                 "with a file called lock in it: move it away, or choose another output directory")
+            folder.mkdir(exist_ok=True)
+            try:
+                self.lock = lock_file(folder / "lock")
+            except BlockingIOError:
+                raise ValueError(f"another run is writing to {folder.with_suffix('')}: wait for it, or choose another output "
+                                 "directory") from None
         try:
             if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == json.loads(key):
                 self.finished = self._check()
@@ -65,7 +68,8 @@ class Saved:
             self.noted(name)
         if not (self.folder / "stream").is_file():
             return 0
-        finished = int(self._meta("stream")["finished"])
+        with safe_open(self.folder / "stream", "pt") as file:
+            finished = int(file.metadata()["finished"])
         for index in range(finished):
             with safe_open(self.folder / f"layer{index}", "pt") as file:
                 meta, held = file.metadata(), set(file.keys())
@@ -95,8 +99,8 @@ class Saved:
     def load_layer(self, index: int, schemes: Mapping[str, Scheme]) -> tuple[Tensors, dict[str, float | None]]:
         """The layer's tensors and its linears' errors, as saved."""
         tensors: Tensors = []
-        meta = self._meta(f"layer{index}")
         with safe_open(self.folder / f"layer{index}", "pt") as file:
+            meta = file.metadata()
             for name in json.loads(meta["names"]):
                 spec = schemes[name.removesuffix(".weight")].weight if f"{name}/codes" in file.keys() else None  # noqa: SIM118
                 if spec is None:
@@ -134,14 +138,10 @@ class Saved:
             self.due = time.monotonic() + (time.monotonic() - started) / SHARE
 
     def remove(self) -> None:
-        with suppress(OSError):  # not empty: somebody else's files stay
+        with suppress(OSError), alone_in(self.folder.parent):  # not empty: somebody else's files stay
             self._clear()
             (self.folder / "lock").unlink()
             self.folder.rmdir()
-
-    def _meta(self, name: str) -> dict[str, str]:
-        with safe_open(self.folder / name, "pt") as file:
-            return file.metadata()
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], meta: dict[str, str]) -> None:
         own = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}

@@ -43,8 +43,7 @@ def hadamard(size: int) -> Tensor | None:
     base, doublings = size, 0
     while base > 2 and _paley(base) is None and base % 2 == 0:
         base, doublings = base // 2, doublings + 1
-    matrix = torch.ones(1, 1, dtype=torch.float64) if base == 1 else _paley(base)
-    if matrix is None:
+    if (matrix := _paley(base)) is None:
         return None
     for _ in range(doublings):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -113,7 +112,7 @@ class Rotated:
         signs = torch.randint(0, 2, (config.hidden_size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
         self.turn = (signs.double()[:, None] * matrix).to(device)  # x -> x @ turn
         self.turn_head = head.to(device)
-        self.source, self.model, self.device = source, config, device
+        self.source, self.model, self.device, self.unread = source, config, device, source.unread
         self.config: Mapping[str, Any] = {**source.config, "tie_word_embeddings": False}
 
     def has(self, name: str) -> bool:
@@ -121,9 +120,6 @@ class Rotated:
 
     def act(self, name: str) -> Spec | None:
         return None
-
-    def unread(self) -> list[str]:
-        return self.source.unread()
 
     def get(self, name: str) -> Tensor:
         """One rotated tensor, on the device that the source was made with."""

@@ -39,7 +39,10 @@ def tiles(weight: Tensor, spec: Spec) -> Tensor:
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as `dtype` stores them, back in fp32: rounded, and never inf."""
+    """Scales as `dtype` stores them, back in fp32: rounded, and never inf. Where float16 has only few steps, up: to the nearest
+    would cut a tile's largest weights, or make a scale, and so its weights, 0."""
+    if dtype == torch.float16:
+        scale = torch.where(scale.abs() < 32 * 2.0**-24, torch.ceil(scale * 2.0**24) / 2.0**24, scale)
     return scale.clamp(max=torch.finfo(dtype).max).to(dtype).float()
 
 
@@ -47,7 +50,7 @@ WHOLE = 16  # the largest whole group scale: 8 * 16 is as far as an int8 goes
 
 
 def snap(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Group scales [N, G] -> (whole numbers 0..16 [N, G], the channel's unit [N, 1]) whose product is nearest.
+    """Group scales [N, G] -> (whole numbers [N, G], 1..16 or for dead groups 0, the channel's unit [N, 1]): nearest products.
 
     The unit keeps so few bits that every product is exact in `dtype`; of the units that put the row's largest scale between
     8 and 16, the one with the least squared relative error.
@@ -61,8 +64,8 @@ def snap(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         unit = unit * drop - (unit * drop - unit)
         if dtype == torch.float16:  # whose smallest step is 2^-24
             unit = torch.round(unit * 2.0**24).clamp_min(1) / 2.0**24
-        whole = torch.round(scale / unit.clamp_min(1e-38)).clamp_(0, WHOLE)
-        error = torch.where(scale > 0, whole * unit / scale.clamp_min(1e-30) - 1, torch.zeros_like(scale))
+        whole = torch.round(scale / unit.clamp_min(1e-38)).clamp_(1, WHOLE) * (scale > 0)
+        error = (whole * unit / scale.clamp_min(1e-30) - 1).clamp_max(1) * (scale > 0)  # of a scale far below its unit: 1
         loss = error.square().sum(1, keepdim=True)
         better = loss < best_loss
         best, best_unit = torch.where(better, whole, best), torch.where(better, unit, best_unit)

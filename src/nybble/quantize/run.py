@@ -35,7 +35,7 @@ from nybble.quantize.recipe import SITES, Recipe, hash_text, shipped_text
 from nybble.quantize.resume import Saved, Tensors
 from nybble.quantize.rotate import OnlineHadamard, Rotated, can_rotate
 from nybble.quantize.rtn import quantize_rtn
-from nybble.quantize.smooth import ALL_SITES, smooth_layer
+from nybble.quantize.smooth import smooth_layer
 from nybble.text import load_tokenizer, read_text
 
 CHUNK = 16384  # calibration tokens that go through a layer at once
@@ -112,7 +112,7 @@ def quantize_checkpoint(path: str | Path, out: str | Path, recipe: Recipe | None
         raise ValueError(f"head = {recipe.head}: this model's head is its embedding, which stays in 16 bits; rotation gives it "
                          "one of its own")
     linear_schemes(config, recipe)
-    check_target(Path(out), checkpoint)
+    check_target(Path(out), checkpoint.path)
     with closing(Saved(Path(f"{os.path.abspath(out)}.resume"), _key(recipe, kv, checkpoint, tokens))) as saved:
         run = _Run(source, checkpoint, config, recipe, tokens, target, saved, progress or (lambda what, done: None))
         if recipe.bits and not recipe.layers:
@@ -155,10 +155,8 @@ def calibration_tokens(path: str | Path, calibration: str | Path | None, recipe:
         notes.append(f"sequence_length = {recipe.sequence_length}: the model was made for {config.max_position} positions, "
                      "so calibration sequences are that long")
         recipe = replace(recipe, sequence_length=config.max_position)
-    tokens = take_windows(load_tokenizer(path).encode(text, add_special=False), recipe.samples, recipe.sequence_length)
-    if (largest := int(tokens.max())) >= config.vocab_size:
-        raise ValueError(f"{path}: its tokenizer makes token {largest} of the calibration text, its model has "
-                         f"{config.vocab_size}: the two do not belong together")
+    ids = load_tokenizer(path).encode(text, add_special=False)
+    tokens = take_windows(ids, recipe.samples, recipe.sequence_length, config.vocab_size)
     if recipe.learn_scales and len(tokens) < 2:
         raise ValueError(f"learn_scales = {recipe.learn_scales}: wants 2 calibration sequences or more, one to judge by "
                          f"what was learned from the rest; samples = {recipe.samples} on this text gives {len(tokens)}")
@@ -328,8 +326,7 @@ class _Run:
         else:
             if "smooth" in self.recipe.transform:
                 step, kv = stream.steps[0]
-                changed = smooth_layer(layer, stream.hidden[0], kv, step, self.config, schemes,
-                                       ALL_SITES[:-1] if self.config.hadamard else ALL_SITES)
+                changed = smooth_layer(layer, stream.hidden[0], kv, step, self.config, schemes)
                 layer = self.layer(index, changed)
             before = list(stream.hidden) if self.recipe.learn_scales else []
             done = quantize_layer(layer, stream, reference, schemes, self.recipe, stored)

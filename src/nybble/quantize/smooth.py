@@ -21,16 +21,17 @@ from nybble.models.decoder import Layer
 from nybble.quantize.calibrate import as_seen
 from nybble.quantize.rtn import quantize_rtn
 
-ALL_SITES = ("qkv", "o", "gate_up", "down")
+# What makes a site's input, and takes the factors' inverse: a norm, or rows of a linear.
+MAKERS = {"qkv": "input_layernorm", "o": "v_proj", "gate_up": "post_attention_layernorm", "down": "up_proj"}
 ROWS = 512  # calibration rows that a search looks at, spread over all
 POWERS = (0.2, 0.35, 0.5, 0.65, 0.8)
 THRESHOLDS = tuple(0.7**step for step in range(18))  # of the largest input, down to 0.2 %
 
 
-def smooth_layer(layer: Layer, hidden: Tensor, kv: LayerKV, step: Step, config: ModelConfig, schemes: Mapping[str, Scheme],
-                 sites: tuple[str, ...] = ALL_SITES) -> dict[str, Tensor]:
-    """Search the factors of a float layer's sites ("qkv", "o", "gate_up", "down") on its input hidden [T, H]. schemes: by
-    module, what its linears will be rounded to.
+def smooth_layer(layer: Layer, hidden: Tensor, kv: LayerKV, step: Step, config: ModelConfig, schemes: Mapping[str, Scheme]
+                 ) -> dict[str, Tensor]:
+    """Search the factors of a float layer's sites on its input hidden [T, H], but of down's where its input is turned at run
+    time. schemes: by module, what its linears will be rounded to.
 
     -> the layer's tensors that change, by checkpoint name, fp32: an exact rewriting of the layer.
     """
@@ -45,13 +46,10 @@ def smooth_layer(layer: Layer, hidden: Tensor, kv: LayerKV, step: Step, config: 
 
     norms = {"input_layernorm": layer.input_norm.weight, "post_attention_layernorm": layer.post_norm.weight}
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
-    for site, names, before, shared in (  # before: what makes the input, and takes the factors' inverse
-        ("qkv", ("q_proj", "k_proj", "v_proj"), "input_layernorm", None),
-        ("gate_up", ("gate_proj", "up_proj"), "post_attention_layernorm", None),
-        ("o", ("o_proj",), "v_proj", heads), ("down", ("down_proj",), "up_proj", None),
-    ):
-        if site not in sites:
+    for (site, before), projection in zip(MAKERS.items(), layer.projections):
+        if site == "down" and config.hadamard:
             continue
+        names, shared = [part.name.rpartition(".")[2] for part in projection.parts], heads if site == "o" else None
         stacked = torch.cat([weights[name] for name in names])
         factors = search(inputs[names[0]], stacked, schemes[parts[names[0]].name], shared)
         for name in names:

@@ -19,12 +19,14 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 class Answer:
-    """What the shapes of chat and of text completions share. Each has `opening(index)`, the choices to send before the first
-    piece of a completion, `chunks(piece)`, those of a piece (an event each), and `choice(...)`, one of a whole answer."""
+    """What the shapes of chat and of text completions share. continues: the text goes on from the prompt's. Each shape has
+    `opening(index)`, the choices to send before the first piece of a completion, `chunks(piece)`, those of a piece (an event
+    each), and `choice(...)`, one of a whole answer."""
 
     streamed_as: str
     whole_as: str
     prefix: str
+    continues = False
 
     def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: ChatRequest | CompletionRequest) -> None:
         self.tokenizer, self.params, self.stream = tokenizer, params, bool(body.stream)
@@ -32,7 +34,7 @@ class Answer:
         self.head = {"id": self.prefix + uuid4().hex, "created": int(time.time()), "model": model}
 
     def token_text(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id], skip_special=False)
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class ChatAnswer(Answer):
@@ -42,6 +44,7 @@ class ChatAnswer(Answer):
                  tools: Tools | None) -> None:
         super().__init__(model, tokenizer, params, body)
         self._texts = None if tools is None else [ToolText(tools.form) for _ in range(params.n)]
+        self._forced = tools is not None and bool(tools.forced)
         self._most_calls = 1 if body.parallel_tool_calls is False else sys.maxsize
 
     def _split(self, index: int, text: str, reason: str | None) -> tuple[str, list[dict], str | None]:
@@ -49,6 +52,7 @@ class ChatAnswer(Answer):
         if self._texts is None:
             return text, [], reason
         content, calls = self._texts[index].push(text, reason is not None)
+        content = "" if self._forced else content  # else the beginning of a call that was cut short
         calls = [call for call in calls if call["index"] < self._most_calls]
         return content, calls, "tool_calls" if reason == "stop" and self._texts[index].count else reason
 
@@ -68,7 +72,7 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
         content, calls, reason = self._split(index, text, reason)
-        message = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        message = {"role": "assistant", "content": content or None if calls or self._forced else content, "refusal": None}
         if calls:
             message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         return {"index": index, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
@@ -89,7 +93,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    streamed_as, whole_as, prefix = "text_completion", "text_completion", "cmpl-"
+    streamed_as, whole_as, prefix, continues = "text_completion", "text_completion", "cmpl-", True
 
     def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: CompletionRequest,
                  echo: list[str] | None) -> None:

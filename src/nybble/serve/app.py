@@ -241,7 +241,7 @@ async def _answer(server: Server, request: Request, answer: ChatAnswer | Complet
                   params: SamplingParams) -> Response:
     """Submit, wait for the first piece (so that a refusal is still an HTTP error), then stream or collect."""
     usage = Usage(prompts, params.n)
-    stream = merged([pieces(server.client, server.tokenizer, token_ids, params, server.metrics, first_index=i * params.n)
+    stream = merged([pieces(server.client, server.tokenizer, token_ids, params, server.metrics, i * params.n, answer.continues)
                      for i, token_ids in enumerate(prompts)])
     if answer.stream:
         first = await until_gone(request.receive, anext(stream))
@@ -361,13 +361,14 @@ class Gate:
 
     def __init__(self, app: Callable, api_key: str | None, max_body_bytes: int, metrics: Metrics) -> None:
         self._app, self._limit, self._metrics = app, max_body_bytes, metrics
-        self._key = None if api_key is None else b"Bearer " + api_key.encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, path, size = dict(scope["headers"]), scope["path"], 0
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
 
         def count(status: int) -> None:  # by the route's path: what clients make up must not grow the metrics
             self._metrics.responses.labels(getattr(scope.get("route"), "path", "other"), status).inc()
@@ -386,7 +387,8 @@ class Gate:
             return message
 
         error = None
-        if self._key and path not in OPEN_PATHS and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+        known = kind.lower() == b"bearer" and self._key and hmac.compare_digest(key.strip(), self._key)
+        if self._key and path not in OPEN_PATHS and not known:
             error = RequestError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key",
                                  headers={"WWW-Authenticate": "Bearer"})
         elif int(headers.get(b"content-length", b"0")) > self._limit:

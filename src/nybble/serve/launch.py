@@ -46,7 +46,7 @@ def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model
     if not 0 <= port <= 65535:
         raise ServeError(f"port = {port}: wants 0 (any free one) to 65535")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise ServeError("api_key: wants ASCII text without spaces at its ends; without one, leave it out")
+        raise ServeError("api_key (or NYBBLE_API_KEY): wants ASCII text without spaces at its ends; without one, leave it out")
     if not path.exists():
         raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
     with closing(listen(host, port)) as listener:
@@ -98,8 +98,8 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         if info is None:
             return
         app = create_app(client, tokenizer, info, **options)
-        server = Server(uvicorn.Config(app, log_level=log_level, lifespan="off", timeout_graceful_shutdown=drain_s,
-                                       server_header=False))
+        server = Server(uvicorn.Config(app, log_level=log_level, lifespan="off", ws="none", server_header=False,
+                                       timeout_graceful_shutdown=drain_s))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         dying = asyncio.create_task(_death(client))
         host, port = listener.getsockname()[:2]

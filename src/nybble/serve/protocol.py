@@ -195,11 +195,13 @@ class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn. The fields below `content` are those that clients send back as null with an assistant's turn."""
+    """One turn. name: who speaks, or the tool that does, for templates that say so. The fields below it are those that clients
+    send back as null with an assistant's turn."""
 
     role: Literal[ROLES]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    type: unsupported("text", "message") = None
     refusal: unsupported() = None
     annotations: unsupported([]) = None
     audio: unsupported() = None
@@ -325,7 +327,7 @@ def check_messages(messages: list[Message]) -> None:
         _refuse_unless_neutral(message, where := f"messages[{index}].")
         if message.content is None and not message.tool_calls:
             raise RequestError(400, "a message needs its content", param=where + "content")
-        for name, role in (("name", "tool"), ("tool_call_id", "tool"), ("tool_calls", "assistant")):
+        for name, role in (("tool_call_id", "tool"), ("tool_calls", "assistant")):
             if getattr(message, name) and message.role != role:
                 raise RequestError(400, f"{where}{name} is only for role {role}: leave it out", param=where + name)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
@@ -95,9 +95,9 @@ class TextStream:
         return text[: len(text) - keep]
 
 
-def text_stream(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-    """For one completion."""
-    detokenizer = tokenizer.stream(skip_special=params.skip_special_tokens)
+def text_stream(tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> TextStream:
+    """For one completion. prompt: as `Tokenizer.stream` takes it."""
+    detokenizer = tokenizer.stream(params.skip_special_tokens, prompt)
     return TextStream(detokenizer, params.stop, params.include_stop, params.min_tokens)
 
 
@@ -107,15 +107,16 @@ def overlap(text: str, stop: str) -> int:
 
 
 async def pieces(client: EngineClient, tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, metrics: Metrics,
-                 first_index: int = 0) -> AsyncIterator[Piece]:
-    """The completions first_index .. first_index + params.n - 1 of one prompt, as they come.
+                 first_index: int = 0, continues: bool = False) -> AsyncIterator[Piece]:
+    """The completions first_index .. first_index + params.n - 1 of one prompt, as they come. continues: their text goes on from
+    the prompt's.
 
     A stop string aborts its completion in the engine, closing the iterator early all of them. Raises EngineFailed, and whatever
     the client raises when the engine refuses the request or is dead.
     """
     request_id = uuid4().hex
     live = set(range(params.n))
-    texts = [text_stream(tokenizer, params) for _ in range(params.n)]
+    texts = [text_stream(tokenizer, params, token_ids if continues else ()) for _ in range(params.n)]
     timer = metrics.request(params.n)
     try:
         async with aclosing(client.generate(request_id, token_ids, params)) as deltas:

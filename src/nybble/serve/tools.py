@@ -71,32 +71,40 @@ class Tools:
                                                   "parameters": one.parameters or NO_ARGUMENTS}} for one in self.functions]
 
     def applied(self, params: SamplingParams) -> SamplingParams:
-        """params of an answer that may call, or has to. Raises RequestError (400) when it also has to have another form."""
-        if params.grammar is not None:
-            raise RequestError(400, f"{params.grammar.field} with tools: an answer cannot keep to it and call; send "
-                               "tool_choice none, or leave one of them out", param=params.grammar.field)
+        """params of an answer that has to call, or may: if it does not, it keeps to the response_format. Raises RequestError
+        (400) when it has to have another form."""
+        answer = params.grammar
+        if answer is not None and answer.field != "response_format":
+            raise RequestError(400, f"{answer.field} with tools: an answer cannot keep to it and call; send response_format "
+                               "or tool_choice none, or leave one of them out", param=answer.field)
         shown = self.mark_id is None and params.skip_special_tokens
+        grammar = self._grammar(None) if self.forced else answer and self._grammar(json.loads(answer.text))
         try:
-            return replace(params, skip_special_tokens=shown, grammar=self._grammar() if self.forced else None)
+            return replace(params, skip_special_tokens=shown, grammar=grammar)
         except ValueError as error:
             raise RequestError(400, f"tool_choice that forces a call, and {error}", param="tool_choice") from None
 
-    def _grammar(self) -> Grammar:
+    def _grammar(self, answer: dict | None) -> Grammar:
+        """answer: the JSON schema of an answer that does not call, if one may."""
         form, mark = self.form, f"<[{self.mark_id}]>"
+
+        def in_json(schema: dict) -> str:
+            return f"%json {json.dumps({'x-guidance': JSON_SPACE} | schema)}"
 
         def quoted(text: str) -> str:
             if self.mark_id is None:
                 return json.dumps(text) if text else ""
             return f" {mark} ".join(json.dumps(part) if part else "" for part in text.split(form.mark))
 
-        functions = [one for one in self.functions if one.name in self.forced]
+        functions = [one for one in self.functions if one.name in self.forced or not self.forced]
         more = f"({quoted(form.between)} call)*" if self.several else ""
-        rules = [f"start: {quoted(form.mark + form.first)} call {more} {quoted(form.last)}",
+        rules = ["start: calls" if answer is None else f"start: calls | {in_json(answer)}",
+                 f"calls: {quoted(form.mark + form.first)} call {more} {quoted(form.last)}",
                  "call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
         for i, one in enumerate(functions):
             before = f'{{"name": "{one.name}", "{form.key}": '
             rules += [f'call{i}: {json.dumps(before)} json{i} "}}"',
-                      f"json{i}: %json {json.dumps({'x-guidance': JSON_SPACE} | (one.parameters or NO_ARGUMENTS) | OBJECT)}"]
+                      f"json{i}: {in_json((one.parameters or NO_ARGUMENTS) | OBJECT)}"]
         return Grammar("lark", "\n".join(rules), "tools")
 
 
@@ -127,7 +135,7 @@ def tools_of(body: ChatRequest, tokenizer: Tokenizer) -> Tools | None:
         raise RequestError(400, "how this model's chat template has it write calls is not known here (the formats of "
                            f"{', '.join(FORMATS)} are): leave tools out, or send tool_choice none", param="tools")
     forced = (choice.function.name,) if isinstance(choice, Tool) else names if choice == "required" else ()
-    several = choice == "required" and body.parallel_tool_calls is not False and form.between != ""
+    several = not isinstance(choice, Tool) and body.parallel_tool_calls is not False and form.between != ""
     return Tools(form, functions, forced, several, tokenizer.special_id(form.mark))
 
 

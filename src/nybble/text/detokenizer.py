@@ -22,15 +22,16 @@ class Detokenizer:
 
     token_bytes: id -> the bytes it stands for (b"" for a skipped one), where the text is simply their concatenation (byte-level
     vocabularies). Otherwise None, and `decode` (ids -> str) is asked about a short window of ids; `is_byte` (id -> bool) tells
-    which are single bytes: a run of them is decoded as a whole, so it is held until it ends.
+    which are single bytes: a run of them is decoded as a whole, so it is held until it ends. after: ids whose text is out
+    already, for decoders that take the space off a text's first word: what is pushed then goes on from theirs.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], token_bytes: Callable[[int], bytes] | None = None,
-                 is_byte: Callable[[int], bool] | None = None) -> None:
+                 is_byte: Callable[[int], bool] | None = None, after: Sequence[int] = ()) -> None:
         self._decode, self._token_bytes, self._is_byte = decode, token_bytes, is_byte
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window: list[int] = []  # ids whose text is out (`_read` of them), kept as context, then ids whose text is not
-        self._read = 0
+        self._window = list(after)  # ids whose text is out (`_read` of them), kept as context, then ids whose text is not
+        self._read = len(self._window)
 
     def push(self, ids: list[int]) -> str:
         if self._token_bytes is not None:

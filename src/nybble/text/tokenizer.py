@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from nybble.text.chat import render
-from nybble.text.detokenizer import Detokenizer, byte_of_char
+from nybble.text.detokenizer import REPLACEMENT, Detokenizer, byte_of_char
 from nybble.text.errors import BrokenFile, held, read_json, write_json
 from nybble.text.gguf import find_gguf, read_gguf
 from nybble.text.vocabulary import from_gguf
@@ -68,16 +68,20 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
 
-    def stream(self, skip_special: bool = True) -> Detokenizer:
-        """A fresh detokenizer for one completion."""
+    def stream(self, skip_special: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A fresh detokenizer for one completion. prompt: the ids that its text goes on from; without, it is a text of its own,
+        whose first word has no space before it where the vocabulary (Llama 2's, say) puts one before every text."""
         skipped = self._special_ids if skip_special else set()
         decode = lambda ids: self.decode(ids, skip_special)  # noqa: E731
         if self._byte_level:
             return Detokenizer(decode, lambda i: b"" if i in skipped else self.token_bytes(i))
+        shown = [i for i in prompt[-16:] if i not in skipped]
+        ends = (shown[-n:] for n in range(1, 5))  # of up to a character of four bytes; half of one is no text to go on from
+        after = next((end for end in ends if not decode(end).endswith(REPLACEMENT)), ())
         if "ByteFallback" in self._decoders:
             # A skipped token does not end a run of bytes: the decoder never sees it.
-            return Detokenizer(decode, is_byte=lambda i: i in self._byte_ids or i in skipped)
-        return Detokenizer(decode)
+            return Detokenizer(decode, is_byte=lambda i: i in self._byte_ids or i in skipped, after=after)
+        return Detokenizer(decode, after=after)
 
     @cached_property
     def _byte_ids(self) -> set[int]:
