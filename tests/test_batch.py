@@ -32,6 +32,10 @@ def check(batch: Batch, plan: Plan, texts: dict[str, list[int]], pool: list[int]
     assert step.query_start.tolist()[: len(ends) + 1] == [sum(plan.counts[:row]) for row in range(len(ends) + 1)]
     for table, request, end in zip(step.block_table.tolist(), requests, ends):
         assert table[: -(-end // BLOCK)] == request.blocks[: -(-end // BLOCK)]
+    longest = max(ends[plan.num_decode :], default=0)
+    assert longest <= (step.max_prompt_context or 0) < 2 * longest + BLOCK
+    assert step.max_context >= max(ends)
+    assert step.max_query == max(plan.counts[plan.num_decode :], default=0)
     last = [sum(plan.counts[: row + 1]) - 1 for row in plan.samples]
     assert step.logit_rows.tolist()[: len(last)] == last
     drawing, draws = [requests[row] for row in plan.samples], batch.draws
@@ -44,7 +48,12 @@ def check(batch: Batch, plan: Plan, texts: dict[str, list[int]], pool: list[int]
         generated = [ends[row] - request.num_prompt for row, request in zip(plan.samples, drawing)]
         keys = random_keys(np.array([request.seed for request in drawing], np.uint64), np.array(generated))
         np.testing.assert_array_equal(draws.keys.numpy(), keys)
-        assert batch.logprob_rows == [i for i, one in enumerate(drawing) if one.params.logprobs is not None]
+        pairs = [] if draws.forbidden is None else list(zip(*(part.tolist() for part in draws.forbidden)))
+        assert pairs == [(i, token) for i, one in enumerate(drawing) if generated[i] < one.params.min_tokens
+                         for token in one.stop_ids]  # fmt: skip
+        wishes = [one.params.logprobs for one in drawing]
+        assert batch.logprob_rows == [i for i, wish in enumerate(wishes) if wish is not None]
+        assert batch.logprob_count == max(wish or 0 for wish in wishes)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -53,9 +62,10 @@ def test_every_planned_step_is_packed_as_its_requests_say(seed: int) -> None:
     blocks, overlap = rng.choice([14, 60]), seed % 2
     scheduler = Scheduler(Limits(blocks, BLOCK, 6, rng.choice([8, 40]), prefix_caching=seed % 3 > 0))
     stage, pool, texts = Stage(48, 48, 6, 4 * blocks, BLOCK, torch.device("cpu")), [0] * 7, {}
-    choices = [{}, {}, {"temperature": 0.5}, {"temperature": 0.25, "presence_penalty": 1.0}, {"logprobs": 2, "min_tokens": 3}]
+    choices = [{}, {}, {"temperature": 0.5}, {"temperature": 0.25, "presence_penalty": 1.0}, {"logprobs": 2, "min_tokens": 3},
+               {"logprobs": 0}]
     waiting = [Request(str(i), 0, [rng.randrange(3) for _ in range(rng.randrange(1, 20))],
-                       SamplingParams(**({"temperature": 0.0} | rng.choice(choices[: 1 + seed % 5]))), 0, frozenset({9}), i * 7)
+                       SamplingParams(**({"temperature": 0.0} | rng.choice(choices[: 1 + seed % 6]))), 0, frozenset({i}), i * 7)
                for i in range(14)]  # fmt: skip
     for request in waiting:
         request.max_tokens_total = request.num_prompt + rng.randrange(1, 25)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import random
+import shlex
 import socket
 import statistics
 import threading
@@ -428,14 +429,15 @@ def test_our_own_server(tmp_path):
 
 
 def test_the_offline_benchmark_records_the_checkpoints_own_scheme(tmp_path):
-    make_tiny(tmp_path / "tiny", "llama")
+    make_tiny(tmp_path / "a tiny model", "llama")
     options = {"requests": 3, "concurrency": 2, "input_mean": 8.0, "output_mean": 6.0, "longest": 16, "device": "cpu"}
-    record = json.loads(offline.run(str(tmp_path / "tiny"), results=tmp_path / "new" / "lines", **options))
+    record = json.loads(offline.run(str(tmp_path / "a tiny model"), results=tmp_path / "new" / "lines", **options))
     assert record["scheme"] == "16bit"
     assert "scheme" not in record["command"]
+    assert shlex.split(record["command"])[:4] == ["nybble", "bench", "offline", str(tmp_path / "a tiny model")]
     assert json.loads((tmp_path / "new" / "lines").read_text()) == record
     with pytest.raises(ValueError, match="scheme = w8a8: goes with --dummy"):
-        offline.run(str(tmp_path / "tiny"), scheme="w8a8", **options)
+        offline.run(str(tmp_path / "a tiny model"), scheme="w8a8", **options)
 
 
 def test_random_weights_and_a_made_up_tokenizer(tmp_path, monkeypatch):

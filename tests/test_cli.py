@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import make_tiny
 
 from nybble import LLM, SamplingParams
 from nybble.cli import app
+from nybble.text import load_tokenizer
 
 
 def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -86,6 +88,19 @@ def test_answers_go_to_standard_output_alone_and_a_closed_pipe_is_no_error(tmp_p
     assert chat.stderr.count(b" 3 out") == 2
     assert b"longer than the context" in chat.stderr
     assert b"tiny: 16bit, KV cache int8, 256 tokens of conversation, on " in chat.stderr
+
+
+def test_sampling_not_asked_for_is_the_checkpoints(tmp_path):
+    """top_k = 1 leaves nothing to chance: transformers' greedy tokens, under the same penalty."""
+    model = make_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 3.0, "top_k": 1, "repetition_penalty": 1.4}')
+    ids = load_tokenizer(tmp_path).encode("hello")
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, repetition_penalty=1.4)[0, len(ids):]
+    done = run("generate", str(tmp_path), "hello", "--max-tokens", "12", "--kv", "fp32", "--device", "cpu")
+    assert (done.returncode, done.stdout) == (0, load_tokenizer(tmp_path).decode(expected.tolist()) + "\n")
+    plain = run("generate", str(tmp_path), "hello", "--max-tokens", "12", "--kv", "fp32", "--device", "cpu", "--top-k", "0",
+                "--seed", "1")
+    assert plain.stdout != done.stdout  # a temperature of 3 shows
 
 
 def test_a_tensor_that_is_missing_is_one_line(tmp_path):

@@ -584,6 +584,7 @@ def test_the_offline_benchmark_reports_what_it_did(model: Decoder, tmp_path: Pat
     assert (line["requests"], line["concurrency"], line["in_tok"], line["out_tok"]) == (7, 3, 140, 70)
     assert line["out_tok_s"] == pytest.approx(70 / line["wall_s"], rel=0.2)
     assert 0 < line["ttft_p50"] < line["wall_s"]
+    assert 0 < line["itl_p99"] < line["wall_s"]
     assert line["host_ms_step"] > 0
     assert line["gpu_busy"] is None
     assert line["command"].endswith("--longest 64 --order longest --prefill-interval 2")

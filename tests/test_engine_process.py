@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -134,20 +135,27 @@ def test_a_start_that_is_given_up_leaves_no_process() -> None:
 
 
 def test_a_dead_engine_fails_what_waits_and_what_comes() -> None:
+    complaints: list[str] = []
+
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
         async with started(config()) as client:
             waiting = [asyncio.create_task(collect(client, str(i), [1], params(max_tokens=190))) for i in range(6)]
             await asyncio.sleep(0.05)
             client._process.kill()
             for outcome in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(outcome, EngineDied)
+                assert "killed (SIGKILL)" in str(outcome)
+                assert "memory" in str(outcome)
             assert not client.alive
             with pytest.raises(EngineDied):
                 await collect(client, "late", [1], params())
             with pytest.raises(EngineDied):
                 await client.info()
+        gc.collect()  # a future whose exception nobody fetched complains when it goes
 
     asyncio.run(main())
+    assert complaints == []
 
 
 def test_a_bug_in_the_engine_is_reported_to_the_clients() -> None:

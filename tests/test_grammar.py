@@ -101,11 +101,12 @@ def test_every_completion_follows_its_own(llm):
 
 
 def test_preempted_and_computed_again(path):
-    """Blocks for fewer tokens than the answers take together: rows are taken out midway and come back."""
+    """Blocks for two of five answers, which all start at once: rows are taken out midway and come back."""
     wide = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 20, "maxItems": 20}
-    params = asking("json_schema", wide, max_tokens=400)
-    with LLM(path, device="cpu", block_size=16, num_blocks=32, overlap=True, max_context=480) as small, \
+    params = asking("json_schema", wide, max_tokens=200)
+    with LLM(path, device="cpu", block_size=16, num_blocks=14, overlap=True, max_context=224) as small, \
             LLM(path, device="cpu", block_size=16) as large:
+        small.generate("abc", replace(params, max_tokens=1))  # compiles the grammar, and keeps it
         answers = small.generate(["abc", "abd", "xyz", "1", "2"], params)
         assert small.info().preemptions > 0
         assert [one.token_ids for one in answers] == [one.token_ids for one in large.generate(["abc", "abd", "xyz", "1", "2"],
@@ -124,6 +125,18 @@ def test_penalties_logprobs_stop_strings_and_limits(llm):
     assert (len(cut.text), cut.finish_reason) == (5, "length")
     stopped = llm.generate("hi", asking("regex", "x{8}stop[ab]{30}", stop="stop"))
     assert (stopped.text, stopped.finish_reason) == ("x" * 8, "stop")
+
+
+def test_an_answer_that_has_ended_leaves_the_penalties_of_others_alone(path):
+    """The step after its last is under way by then, with both in it."""
+    short = asking("choice", ["yes" * 6], presence_penalty=0.5)
+    long = asking("regex", "[a-z]{25}", temperature=0.0, frequency_penalty=-2.0)
+    with LLM(path, device="cpu", block_size=16, max_batch=2, overlap=True) as llm:
+        alone = llm.generate(PROMPTS[1], long)
+        llm.generate("x", short)  # compiles its grammar, and keeps it
+        ended, both = llm.generate(["x", PROMPTS[1]], [short, long])
+    assert (ended.text, ended.finish_reason) == ("yes" * 6, "stop")
+    assert both.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize(("kind", "text", "why"), [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,9 +215,52 @@ def test_conversations_and_the_pipeline(llm, folder):
         assert pipe("Hi!", GREEDY, do_preprocess=False).token_ids == llm.generate("Hi!", GREEDY).token_ids
 
 
+def test_calls_without_params_take_the_checkpoints_sampling(folder, reference, tmp_path):
+    """Against transformers, which takes its own from the same file; and what quantizes the checkpoint keeps the file."""
+    written = {"do_sample": False, "repetition_penalty": 1.4, "eos_token_id": [2, 7]}
+    model = shutil.copytree(folder / "float", tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps(written))
+    with LLM(model, kv="fp32", device="cpu", block_size=16) as llm:
+        assert llm.get_default_sampling_params(seed=3) == SamplingParams(temperature=0.0, repetition_penalty=1.4, seed=3)
+        for prompt in token_ids(3, 20).tolist():
+            expected = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, repetition_penalty=1.4,
+                                          eos_token_id=[2, 7])
+            assert llm.generate(prompt).token_ids == expected[0, len(prompt):].tolist()
+    quantize_checkpoint(model, tmp_path / "w8", Recipe(scheme="w8a8", method="rtn", transform="none"), kv="int8", device="cpu")
+    assert json.loads((tmp_path / "w8" / "generation_config.json").read_text()) == written
+    (model / "generation_config.json").write_text('{"top_p": 0}')
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p = 0"):
+        LLM(model, device="cpu")
+
+
+def test_logit_bias_is_transformers_sequence_bias(exact, reference):
+    """Alone, and in a step with rows that have none; ids beyond the vocabulary are refused."""
+    prompts = [row[:9] for row in token_ids(3, 20).tolist()]
+    plain = [answer.token_ids for answer in exact.generate(prompts, GREEDY)]
+    bias = {plain[0][0]: -100, plain[0][3]: -3, 40: 6}
+    for prompt in prompts:
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None,
+                                      sequence_bias=[[[token], float(value)] for token, value in bias.items()])
+        assert exact.generate(prompt, greedy(logit_bias=bias)).token_ids == expected[0, len(prompt):].tolist()
+    mixed = exact.generate(prompts, [greedy(logit_bias=bias), GREEDY, greedy(logit_bias=bias)])
+    assert mixed[1].token_ids == plain[1]
+    assert mixed[2].token_ids == exact.generate(prompts[2], greedy(logit_bias=bias)).token_ids != plain[2]
+    with pytest.raises(ValueError, match=r"ids must be in 0 to 383, the model's vocabulary \(logit_bias\)"):
+        exact.generate(prompts[0], greedy(logit_bias={384: 1.0}))
+
+
+def test_a_kv_type_that_is_none_is_refused_and_the_directorys_name_is_the_models(folder, monkeypatch):
+    with pytest.raises(ValueError, match="kv = 'int3': wants auto, fp32, bf16, fp16, int8, int4, fp8, fp8_e5m2"):
+        LLM(folder / "float", kv="int3", device="cpu")
+    monkeypatch.chdir(folder / "float")
+    with LLM(".", device="cpu") as llm:
+        assert llm.info().model == "float"
+
+
 def test_params_of_the_wrong_type_are_refused_and_one_stop_string_is_one():
     assert SamplingParams(stop="end").stop == ("end",)
-    for name, value in (("max_tokens", 2.5), ("n", True), ("top_k", None), ("temperature", "hot"), ("top_p", None)):
+    for name, value in (("max_tokens", 2.5), ("n", True), ("top_k", None), ("temperature", "hot"), ("top_p", None),
+                        ("logit_bias", {3: 101}), ("logit_bias", {3: True}), ("logit_bias", [3])):
         with pytest.raises(ValueError, match=f"{name} = "):
             SamplingParams(**{name: value})
 

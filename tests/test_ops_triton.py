@@ -242,7 +242,6 @@ def test_turned_rope_write(name: str, heads: int, kv_heads: int, dim: int, rotar
         assert ((a - b)[written].abs() > 1e-2).float().mean() <= 2e-3
 
 
-
 @inside
 @pytest.mark.parametrize(("name", "limit"), [("fp8", 448), ("fp8_e5m2", 57344)])
 def test_float8_bytes_are_torch_s(name: str, limit: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,15 @@ from nybble.engine.client import EngineDied, joined
 from nybble.engine.core import Engine
 from nybble.engine.messages import Delta, SamplingParams, Submit, TokenLogprob
 from nybble.serve.answers import ChatAnswer, CompletionAnswer
-from nybble.serve.protocol import ChatRequest, CompletionRequest, Message, RequestError, decode, neutral_values
+from nybble.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    RequestError,
+    checkpoint_sampling,
+    decode,
+    neutral_values,
+)
 from nybble.serve.stream import Piece, TextStream
 from nybble.serve.tools import FORMATS, Tools, ToolText
 
@@ -81,8 +90,8 @@ def test_the_first_complete_stop_string_wins():
 
 
 @pytest.mark.parametrize(("kind", "base", "fields"), [
-    (ChatRequest, CHAT, {"functions", "logit_bias", "store"}),
-    (CompletionRequest, {"model": "m", "prompt": "x"}, {"best_of", "suffix", "logit_bias"})])
+    (ChatRequest, CHAT, {"functions", "store"}),
+    (CompletionRequest, {"model": "m", "prompt": "x"}, {"best_of", "suffix"})])
 def test_unsupported_fields_take_only_their_neutral_values(kind, base, fields):
     assert fields <= neutral_values(kind).keys()
     for name, neutral in neutral_values(kind).items():
@@ -292,3 +301,44 @@ def test_one_completion_of_two_is_given_up():
     assert ends == [(0, "abort"), (1, "length")]
     assert sum(len(delta.token_ids) for delta in seen if delta.index == 1) == 20
     assert sum(len(delta.token_ids) for delta in seen if delta.index == 0) <= 4
+
+
+# As published with Qwen2.5-7B-Instruct.
+QWEN = {"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
+        "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0"}
+
+
+@pytest.mark.parametrize("written", [QWEN, {"temperature": 0.6, "top_p": 0.9, "top_k": None}, {"min_p": 0.05}, {}])
+def test_what_requests_leave_out_is_what_the_checkpoint_says(tmp_path, written):
+    """transformers reads the same file; of what it reads, vLLM takes these fields where they are not its defaults."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    read = transformers.GenerationConfig.from_pretrained(tmp_path).to_diff_dict()
+    fields = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+    expected = {field: read[field] for field in fields if read.get(field) is not None}
+    sampling = checkpoint_sampling(tmp_path)
+    assert sampling == expected
+    plain, chat = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for kind, body in ((CompletionRequest, plain), (ChatRequest, chat)):
+        params = decode(kind, json.dumps(body).encode()).params(**sampling)
+        assert {field: getattr(params, field) for field in expected} == expected
+        said = decode(kind, json.dumps(body | {"temperature": 0, "top_k": 0, "top_p": None}).encode()).params(**sampling)
+        assert (said.temperature, said.top_k, said.top_p) == (0, 0, expected.get("top_p", 1.0))
+
+
+def test_do_sample_false_is_greedy_unless_a_temperature_is_given(tmp_path):
+    for written, expected in (({"do_sample": False}, {"temperature": 0.0}), ({"do_sample": True}, {}), ({}, {}),
+                              ({"do_sample": False, "temperature": 0.3}, {"temperature": 0.3})):
+        (tmp_path / "generation_config.json").write_text(json.dumps(written))
+        assert checkpoint_sampling(tmp_path) == expected
+    assert checkpoint_sampling(tmp_path / "model.gguf") == {}
+
+
+@pytest.mark.parametrize(("written", "named"), [
+    ('{"temperature": "hot"}', "temperature = 'hot'"), ('{"top_p": 1.5}', "top_p = 1.5"), ('{"top_k": -3}', "top_k = -3"),
+    ("[1]", "no JSON object"), ("{", "damaged")])
+def test_a_broken_generation_config_is_named(tmp_path, written, named):
+    (tmp_path / "generation_config.json").write_text(written)
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        checkpoint_sampling(tmp_path)
+    assert "generation_config.json" in str(caught.value)

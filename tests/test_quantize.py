@@ -137,6 +137,23 @@ def test_tiny_weights_of_fp16_models_do_not_become_zero(name: str, error: float,
     assert (values - wide).norm() <= error * wide.norm()
 
 
+@pytest.mark.parametrize("largest", [2e-6, 2e-5, 2e-4])
+@pytest.mark.parametrize("name", ["w4a8", "w4a8_qqq_g128", "w8a8"])
+def test_refitting_tiny_scales_of_fp16_models_lowers_the_error_too(name: str, largest: float):
+    w, h = weight_of(16, 256), moment_of(correlated(600, 256))
+    w = (w / w.abs().amax() * largest).half()
+    greedy, refitted = (quantize_gptq(w, h, SCHEMES[name].weight, sweeps=sweeps) for sweeps in (0, 2))
+    assert output_error(w, refitted, h) <= output_error(w, greedy, h)
+
+
+def test_whole_scales_of_a_few_of_fp16s_steps_stay_what_they_are():
+    wanted = torch.randint(1, 80, (4000, 8), generator=torch.Generator().manual_seed(0)) * 2.0**-24
+    wanted[0] = torch.tensor([37, *[5] * 7]) * 2.0**-24
+    spec = SCHEMES["w4a8_qqq_g128"].weight
+    settled = settle(wanted, spec, torch.float16)
+    assert torch.equal(settle(settled, spec, torch.float16), settled)
+
+
 def test_groups_far_below_the_largest_keep_a_scale():
     """Of a row whose scales are whole multiples of one: half a multiple is one, not none."""
     w = weight_of(8, 256)
@@ -328,6 +345,15 @@ def test_recipe_survives_and_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="not TOML"):
         from_toml("group = = 3")
     assert from_dict({"damping": 1}).damping == 1.0
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    ("{}", "records no recipe"), ('{"nybble": {"recipe": {"converted_from": "x"}}}', "records no recipe"),
+    ('{"nybble": 1}', "nybble = 1; wants an object"), ('{"nybble": {"recipe": []}}', "nybble: recipe = .*; wants an object")])
+def test_a_checkpoint_without_a_recipe_is_said(tmp_path: Path, config: str, reason: str):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*{reason}"):
+        Recipe.load(tmp_path)
 
 
 def test_a_recipe_of_the_wrong_type_says_what_to_write():
@@ -880,8 +906,10 @@ def test_auto_stays_within_its_bits_and_its_record_makes_the_same_bytes(checkpoi
     recorded = Recipe.load(tmp_path / "a")
     assert recorded.layers["1.down"] == report.schemes["model.layers.1.mlp.down_proj"]
     assert recorded.measured["1.down"].startswith("w4a8 ")
-    with pytest.raises(ValueError, match="records no recipe"):
-        Recipe.load(checkpoint)
+    convert_checkpoint(tmp_path / "a", tmp_path / "again", "compressed-tensors")
+    assert Recipe.load(tmp_path / "again") == recorded
+    assert recorded.with_options(samples=2).layers == recorded.layers
+    assert recorded.with_options(bits=6.0) == replace(recorded, bits=6.0, layers={}, measured={})
     quantize_checkpoint(checkpoint, tmp_path / "b", recorded, "int8", checkpoint / "text.txt", "cpu")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()

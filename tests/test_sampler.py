@@ -119,7 +119,7 @@ def test_a_row_draws_as_the_request_that_now_has_its_slot_asks() -> None:
         assert draws is not None
         return draws
 
-    first = drawing(3, 1, 1, temperature=0.5, top_k=2**63 - 1, min_tokens=2)
+    first = drawing(3, 1, 1, temperature=0.5, top_k=2**63, min_tokens=2)
     second = drawing(1, 2, 4, temperature=0.0, min_p=0.25, presence_penalty=-1.5, min_tokens=4)
     both = packed(first, second)
     assert both.slots.tolist() == [3, 1]
@@ -129,6 +129,9 @@ def test_a_row_draws_as_the_request_that_now_has_its_slot_asks() -> None:
     assert [part.tolist() for part in both.forbidden] == [[0], [9]]  # a second token, not a fifth
     expected = random_keys(np.array([2**64 - 4, 2**64 - 2], np.uint64), np.array([1, 4]))
     np.testing.assert_array_equal(both.keys.numpy(), expected)
+    biased = packed(first, drawing(2, 4, 0, temperature=0.0, logit_bias={7: -2, 30: 0.5})).biased
+    assert [part.tolist() for part in biased] == [[1, 1], [7, 30], [-2.0, 0.5]]
+    assert both.biased is None
     alone = packed(drawing(3, 3, 0, temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.25, top_p=0.75))
     assert (alone.temperature.tolist(), alone.top_k.tolist(), alone.top_p.tolist()) == ([0], [0], [0.75])
     assert (alone.frequency.tolist(), alone.repetition.tolist()) == ([0.5], [1.25])
@@ -156,6 +159,26 @@ def test_penalties_are_those_of_ctrl_and_openai() -> None:
     counts.reset(0, [8], [])
     assert counts.generated[0].sum() == 0
     assert counts.in_prompt[0].nonzero().tolist() == [[8]]
+
+
+def test_a_bias_is_added_to_the_logits_before_penalties() -> None:
+    """Greedy and drawn tokens, against float64: the sum, then the definition of the penalty, then Gumbel-max."""
+    x, bias = logits(3), {0: {4: 100.0, 7: -100.0}, 2: {1: 1.5, 49: -0.25}}
+    counts = Counts(3, V, torch.device("cpu"))
+    counts.reset(2, [1], [])
+    places = [(row, token, value) for row, added in bias.items() for token, value in added.items()]
+    for temperature in ([0.0] * 3, [0.7, 1.0, 2.0]):
+        for seed in range(30):
+            d = draws([seed] * 3, [5] * 3, temperature=temperature, repetition=[1.0, 1.0, 1.5], penalized=[2])
+            d = replace(d, biased=tuple(map(torch.tensor, zip(*places))))
+            expected = x.double().numpy().copy()
+            for row, token, value in places:
+                expected[row, token] += value
+            expected[2, 1] *= 1.5 if expected[2, 1] < 0 else 1 / 1.5
+            noise = gumbel(d.keys, V).double().numpy()
+            scores = [one if not t else one / t + more for one, t, more in zip(expected, temperature, noise)]
+            assert sample(x, d, counts).tolist() == [int(one.argmax()) for one in scores]
+    assert torch.equal(x, logits(3))
 
 
 def test_penalties_and_forbidden_ids_change_the_token() -> None:

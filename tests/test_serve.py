@@ -360,7 +360,8 @@ BAD = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"), ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 3}, "logprobs"),
     ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"), ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": 'f"'}}]}, "tools[0].function.name"),
     ({"functions": [{"name": "f"}]}, "functions"), ({"store": True}, "store"),
@@ -785,6 +786,57 @@ def test_key_and_overload(tokenizer):
     assert len(engine.aborted) == 2  # the server went down: its requests were aborted
 
 
+def test_what_a_request_leaves_out_is_as_the_checkpoint_says(tokenizer):
+    engine = ScriptedEngine()
+    app = create_app(engine, tokenizer, asyncio.run(engine.info()), sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    with serving(app) as (url, _), openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+        chat(client)
+        chat(client, temperature=0, top_p=0.5, logit_bias={"50256": -100, 7: 2.5}, extra_body={"top_k": 0, "min_p": 0.1})
+        client.completions.create(model="scripted", prompt="x")
+    got = [(one.temperature, one.top_k, one.top_p, one.min_p) for one in engine.params]
+    assert [one.logit_bias for one in engine.params] == [{}, {50256: -100, 7: 2.5}, {}]
+    assert got == [(0.6, 20, 0.95, 0.0), (0.0, 0, 0.5, 0.1), (0.6, 20, 0.95, 0.0)]
+
+
+def test_a_checkpoints_sampling_settings_can_be_left_aside(tmp_path, monkeypatch):
+    served = []
+
+    async def run(*_, **options):
+        served.append(options["sampling"])
+
+    monkeypatch.setattr("nybble.serve.launch.run", run)
+    (byte_tokenizer(tmp_path) / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    for choice in ("auto", "none"):
+        serve(tmp_path, port=0, generation_config=choice)
+    assert served == [{"temperature": 0.6, "top_k": 20}, {}]
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+def test_pages_of_allowed_origins_may_call(tokenizer, key):
+    """What the Fetch standard has a browser send before a POST of JSON with a key, and read in the answers."""
+    engine = ScriptedEngine()
+    app = create_app(engine, tokenizer, asyncio.run(engine.info()), api_key=key, allowed_origins=["https://a.example"])
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    body = {"model": "scripted", "prompt": "x", "stream": True}
+    with serving(app) as (url, _):
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            path = url + "/v1/completions"
+            before = httpx.options(path, headers={"Origin": origin, **asking})
+            assert (before.status_code == 200) == (allowed is not None)
+            named = before.headers.get("access-control-allow-headers", "")
+            assert {"authorization", "content-type"} <= {name.strip().lower() for name in named.split(",")} or not allowed
+            for sent, status in ((key, 200), ("wrong", 401 if key else 200)):
+                answer = httpx.post(path, json=body, headers={"Origin": origin, "Authorization": f"Bearer {sent}"})
+                assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, allowed)
+        assert "access-control-allow-origin" not in httpx.get(url + "/health").headers
+
+
+def test_other_pages_may_not_call_unless_asked_for(url):
+    assert httpx.options(url + "/v1/models", headers={"Origin": "https://a.example", "Access-Control-Request-Method": "GET"}
+                         ).status_code == 405
+    assert "access-control-allow-origin" not in httpx.get(url + "/v1/models", headers={"Origin": "https://a.example"}).headers
+
+
 # The same over a real engine process: scheduler, blocks and messages are real, only the model is a script.
 
 ENGINE = """
@@ -937,6 +989,7 @@ def test_the_server_ends_with_its_engine(tmp_path):
         errors = process.communicate(timeout=20)[1]
         assert process.returncode == 1
         assert "error: the engine died" in errors
+        assert "memory ran out" in errors  # what SIGKILL mostly means
 
 
 @linux
@@ -1006,11 +1059,12 @@ def test_an_engine_killed_in_the_middle_of_streams(tmp_path):
 
 @linux
 def test_a_tiny_model_end_to_end(tmp_path):
-    """`serve` on a checkpoint: its tokens and log probabilities against transformers."""
+    """`serve` on a checkpoint that asks for greedy decoding: its tokens and log probabilities against transformers."""
     torch = pytest.importorskip("torch")
     from tiny import make_tiny
 
     model = make_tiny(tmp_path, "llama", eos_token_id=None, vocab_size=259)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
     prompts = [[5 + i, 40, 70 + 3 * i, 100] * (i + 1) for i in range(6)]
     wanted = []
     for prompt in prompts:
@@ -1026,11 +1080,12 @@ def test_a_tiny_model_end_to_end(tmp_path):
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], text=True, stdout=subprocess.PIPE) as process:
         try:
             url = next(found[0] for line in process.stdout if (found := re.search(r"http://127.0.0.1:\d+", line)))
+            assert next(process.stdout) == "requests that do not say get temperature 0.0, as generation_config.json has it\n"
 
             async def everyone():
                 async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
                     return await asyncio.gather(*(client.completions.create(
-                        model="tiny", prompt=prompt, max_tokens=12, temperature=0, logprobs=0, extra_body={"ignore_eos": True},
+                        model="tiny", prompt=prompt, max_tokens=12, logprobs=0, extra_body={"ignore_eos": True},
                     ) for prompt in prompts))
 
             tokenizer = load_tokenizer(tmp_path)
@@ -1055,6 +1110,9 @@ def test_reasons_not_to_start(tmp_path):
     for key in ("", " sesame", "sésame", "a\nb"):
         with pytest.raises(ServeError, match="api_key .or NYBBLE_API_KEY.: wants"):
             serve(tmp_path, api_key=key)
+    for origin in ("a.example", "https://a.example/", "https://a.example/page"):
+        with pytest.raises(ServeError, match=f"--allowed-origins {origin}: wants origins"):
+            serve(tmp_path, allowed_origins=[origin])
     with pytest.raises(ServeError, match="there is no model at .*nowhere"):
         serve(tmp_path / "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ServeError, match="cannot listen .* in use"):

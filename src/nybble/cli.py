@@ -114,11 +114,12 @@ def quantize(
 
 @app.command
 def generate(
-    model: Model, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-    min_p: float = 0.0, seed: int | None = None, chat: bool = False, kv: Kv = "auto", activations: Activations = None,
-    device: Device = "auto",
+    model: Model, prompt: str, *, max_tokens: int = 128, temperature: float | None = None, top_k: int | None = None,
+    top_p: float | None = None, min_p: float | None = None, seed: int | None = None, chat: bool = False, kv: Kv = "auto",
+    activations: Activations = None, device: Device = "auto",
 ) -> None:
-    """Complete a prompt and stream the text to standard output.
+    """Complete a prompt and stream the text to standard output. Sampling settings not given here are those of the checkpoint's
+    generation_config.json, if it has any; without a temperature there either, the likeliest token is taken each time.
 
     :param prompt: The text to complete.
     :param max_tokens: Most tokens to generate.
@@ -129,31 +130,30 @@ def generate(
     :param seed: Of the sampler.
     :param chat: Put the prompt through the model's chat template.
     """
-    from nybble.engine.messages import SamplingParams
-
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = sampling(model, {"temperature": 0.0}, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                      min_p=min_p, seed=seed)
     llm = open_llm(model, kv=kv, device=device, activations=activations)
     stream_answer(llm, [{"role": "user", "content": prompt}] if chat else prompt, params)
 
 
 @app.command
 def chat(
-    model: Model, *, system: str | None = None, max_tokens: int = 1024, temperature: float = 0.7, top_p: float = 0.95,
+    model: Model, *, system: str | None = None, max_tokens: int = 1024, temperature: float | None = None,
+    top_p: float | None = None,
     kv: Kv = "auto", activations: Activations = None, tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
     """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation.
 
     :param system: System message.
     :param max_tokens: Most tokens of an answer.
-    :param temperature: 0 is greedy.
-    :param top_p: Sample from the smallest set with this probability.
+    :param temperature: 0 is greedy; default: the checkpoint's (generation_config.json), else 0.7.
+    :param top_p: Sample from the smallest set with this probability; default: the checkpoint's, else 0.95.
     """
     from msgspec.structs import replace
 
-    from nybble.engine.messages import SamplingParams
     from nybble.hardware import describe, pick_device
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    params = sampling(model, {"temperature": 0.7, "top_p": 0.95}, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     llm = open_llm(model, kv=kv, device=device, activations=activations, tensor_parallel=tensor_parallel or 1)
     if not llm.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; `nybble generate` completes plain text")
@@ -189,8 +189,8 @@ def serve(
     model: Model, *, host: str = "127.0.0.1", port: int = 8000, model_name: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="NYBBLE_API_KEY")] = None, kv: Kv = "auto", kv_memory: KvMemory = None,
     max_batch: int | None = None, max_batched_tokens: int | None = None, max_context: int | None = None,
-    prefix_caching: bool = True, activations: Activations = None, tensor_parallel: TensorParallel = None,
-    device: Device = "auto",
+    prefix_caching: bool = True, generation_config: Literal["auto", "none"] = "auto", allowed_origins: str = "",
+    activations: Activations = None, tensor_parallel: TensorParallel = None, device: Device = "auto",
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions, /health, /metrics, and a chat page at /.
 
@@ -202,11 +202,14 @@ def serve(
     :param max_batched_tokens: Tokens in one step: longer prompts go in pieces.
     :param max_context: Longest prompt plus answer; default: the model's.
     :param prefix_caching: Keep finished prompts' blocks and share them.
+    :param generation_config: auto gives requests that leave sampling fields out the checkpoint's generation_config.json.
+    :param allowed_origins: Web pages that may call this server, like https://a.example,http://localhost:3000; * for all.
     """
     from nybble.serve.launch import serve as run_server
 
     run_server(local(model), progress=lambda text: print(text, file=sys.stderr, flush=True), host=host, port=port,
-               model_name=model_name, api_key=api_key,
+               model_name=model_name, api_key=api_key, generation_config=generation_config,
+               allowed_origins=[origin.strip() for origin in allowed_origins.split(",") if origin.strip()],
                engine=given(kv=kv, kv_memory=kv_memory, max_batch=max_batch, max_batched_tokens=max_batched_tokens,
                             max_context=max_context, prefix_caching=prefix_caching, activations=activations, device=device,
                             tensor_parallel=tensor_parallel))
@@ -453,6 +456,14 @@ def local(model: Path) -> Path:
             problem += f". Nybble downloads nothing: a model of the hub comes by `hf download {model} --local-dir {model.name}`"
         raise FileNotFoundError(problem)
     return model if model.name.strip(".") else model.resolve()
+
+
+def sampling(model: Path, otherwise: dict[str, float], **asked: Any) -> SamplingParams:
+    """What was asked for, else what the checkpoint's generation_config.json has, else `otherwise`."""
+    from nybble.engine.messages import SamplingParams
+    from nybble.serve.protocol import checkpoint_sampling
+
+    return SamplingParams(**otherwise | checkpoint_sampling(model) | given(**asked))
 
 
 def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", **engine: Any) -> LLM:

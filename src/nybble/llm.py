@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from nybble.engine.messages import Delta, Info, Refused, SamplingParams, Submit, TokenLogprob
+from nybble.serve.protocol import checkpoint_sampling
 from nybble.serve.stream import TextStream, text_stream
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class LLM:
         from nybble.engine.load import open_engine
         from nybble.text import load_tokenizer
 
-        self.path = Path(path)
+        self.path, self.sampling = Path(path), checkpoint_sampling(path)
         known = [*(option.name for option in fields(EngineConfig)), "device", "progress"]
         if unknown := [name for name in engine if name not in known]:
             near = get_close_matches(unknown[0], known, 3, 0.5) or known
@@ -99,6 +100,11 @@ class LLM:
             raise ValueError(f"this LLM was closed: make another from {self.path}")
         return self.engine
 
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What calls without params get, by vLLM's name for it: what the checkpoint's generation_config.json says of sampling,
+        and else what `SamplingParams()` does. changes: fields to have otherwise."""
+        return SamplingParams(**self.sampling | changes)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -107,8 +113,8 @@ class LLM:
         on_token: Callable[[int], None] | None = None,
     ) -> Any:
         """Complete one prompt (str or token ids) -> `Response` (a list of n with `params.n` > 1), or a list of prompts -> a
-        list of those, in order. `params`: one for all or one each; prompts with the largest max_tokens start first, which
-        changes no answer. `on_token(count)` is called as tokens arrive.
+        list of those, in order. `params`: one for all or one each (None: `get_default_sampling_params()`); prompts with the
+        largest max_tokens start first, which changes no answer. `on_token(count)` is called as tokens arrive.
 
         Raises ValueError for a prompt that cannot run (empty, longer than the context), naming it; nothing is generated then.
         """
@@ -131,7 +137,7 @@ class LLM:
         """Like `generate`, for lists of {"role", "content"} messages through the model's chat template."""
         single = bool(conversations) and isinstance(conversations[0], dict)
         prompts = self.render(conversations) if single else [self.render(messages) for messages in conversations]
-        return self.generate(prompts, params or SamplingParams(max_tokens=None))
+        return self.generate(prompts, params or self.get_default_sampling_params(max_tokens=None))
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Pieces of text as they are generated. Leaving the loop early aborts the request."""
@@ -147,7 +153,7 @@ class LLM:
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * prompts
+            return [params or self.get_default_sampling_params()] * prompts
         if not isinstance(params, Sequence) or any(not isinstance(one, SamplingParams) for one in params):
             raise ValueError(f"params: wants SamplingParams, or one for each prompt in a list; got {params!r}")
         if len(params) != prompts:

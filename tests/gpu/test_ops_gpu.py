@@ -177,7 +177,6 @@ def test_layers_repeat_each_other_s_launches_whatever_their_scales(name: str, di
         assert torch.equal(found, attend(q.flip(0), kv, step))
 
 
-
 def test_a_graph_replays_with_other_contexts() -> None:
     """Captured at full table width with padding rows; replayed after contexts and tables changed in place."""
     q, kv, step = case("int8", [900, 100, 30, 1], [1] * 4, 8, 8, 128, 64)
@@ -294,7 +293,6 @@ def test_what_is_not_a_number_reaches_the_scale_of_its_row(ops: Ops, width: int,
         assert torch.equal(found.codes[others], before.codes[others])
 
 
-
 SHAPES = [(4, 1, 1, 4), (8, 2, 1, 1), (2, 2, 4, 4)]
 
 
@@ -349,7 +347,6 @@ def test_a_generated_token_that_is_not_a_number_reaches_the_scale_of_its_row(nam
     assert found.scale[1].isnan()
     for row in (0, 2):
         same_row(Rows(found.codes[row:], found.scale[row:]), whole, row)
-
 
 
 def vars_of(kv: LayerKV) -> list[torch.Tensor]:

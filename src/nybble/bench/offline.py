@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import sys
 import time
 from itertools import islice
@@ -161,7 +162,7 @@ def run(
         "itl_p99": round(sorted(gaps)[len(gaps) * 99 // 100], 4) if gaps else None,
         "wall_s": round(seconds, 3),
         "device": describe(target),
-        "command": f"nybble bench offline {model} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "
+        "command": f"nybble bench offline {shlex.quote(model)} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "
         f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean} "
         f"--longest {longest} --order {order}"
         + "".join(f" --{name.replace('_', '-')} {value}" for name, value in engine_options.items()),

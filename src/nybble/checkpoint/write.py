@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -33,6 +34,7 @@ from nybble.text.errors import read_json, write_json
 from nybble.text.gguf import find_gguf
 
 SHARD_BYTES = 5_000_000_000
+PATIENCE_SECONDS = 10.0  # with other writers, which hold a folder for moments
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
            "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja", "chat_template.json", "LICENSE*",
            "NOTICE*")
@@ -116,12 +118,12 @@ def staged(out: Path, source: Path | None = None) -> Iterator[Path]:
     """A directory that takes the place of `out` when the block ends well, and is gone otherwise. Of several at the same time
     the last to end stays. Raises as `check_target`, before and after."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside, lock = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".nybble", dir=out.parent)), None
+    with alone_in(out.parent):
+        check_target(out, source)
+        _sweep(out)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".nybble", dir=out.parent))
+        lock = lock_file(aside / "lock")
     try:
-        with alone_in(out.parent):
-            check_target(out, source)
-            _sweep(out)
-            lock = lock_file(aside / "lock")
         (aside / "new").mkdir()
         yield aside / "new"
         with alone_in(out.parent):
@@ -135,11 +137,19 @@ def staged(out: Path, source: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Other writers wait until the block ends, where the file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Other writers wait until the block ends, where the file system has locks; not for ever: the lock may be another
+    program's, as in `flock FOLDER nybble ...`."""
+    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE_SECONDS
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+                continue
+            except OSError:
+                pass
+            break
         yield
     finally:
         os.close(descriptor)

@@ -30,7 +30,7 @@ LARGEST_TOP_K = 2**31 - 1  # no vocabulary is larger
 # How a slot's request draws. logprobs: alternatives it wants, -1 when it wants no log-probabilities at all.
 HOW = dict.fromkeys(PARAMETERS, np.float32) | {
     "top_k": np.int64, "seed": np.uint64, "num_prompt": np.int64, "min_tokens": np.int64, "logprobs": np.int64,
-    "penalized": np.bool_, "plain": np.bool_,
+    "penalized": np.bool_, "plain": np.bool_, "biased": np.bool_,
 }  # fmt: skip
 
 
@@ -168,9 +168,7 @@ class Stage:
         return self._width(plan, 0)
 
     def _width(self, plan: Plan, first: int) -> int:
-        decode = plan.num_decode
-        ends = map(add, plan.starts[decode:], plan.counts[decode:])
-        longest = max(1 + max(plan.starts[first:decode], default=0), max(ends, default=1))
+        longest = max(map(add, plan.starts[first:], plan.counts[first:]))
         blocks = -(-longest // self.block_size)
         return min(1 << (blocks - 1).bit_length(), self.width)
 
@@ -184,6 +182,7 @@ class Stage:
             for name in ("seed", "num_prompt", "penalized", "plain"):
                 how[name][slot] = getattr(request, name)
             how["top_k"][slot] = min(params.top_k, LARGEST_TOP_K)
+            how["biased"][slot] = bool(params.logit_bias)
             how["logprobs"][slot] = -1 if params.logprobs is None else params.logprobs
         filled = self._filled[slot]
         self._tables[slot, filled : len(blocks)] = blocks[filled:]
@@ -198,6 +197,9 @@ class Stage:
         views["keys"][:] = random_keys(how["seed"], generated)
         forbidden = np.array([(i, token) for i in np.flatnonzero(generated < how["min_tokens"])
                               for token in plan.requests[plan.samples[i]].stop_ids], np.int64)  # fmt: skip
+        biased = [(i, token, bias) for i in np.flatnonzero(how["biased"]).tolist()
+                  for token, bias in plan.requests[plan.samples[i]].params.logit_bias.items()]
+        dtypes = (torch.int64, torch.int64, torch.float32)
         return Draws(
             slots=tensors["draw_slots"][: len(ends)],
             temperature=tensors["temperature"],
@@ -212,6 +214,7 @@ class Stage:
             filtered=bool(((how["top_k"] > 0) | (how["top_p"] < 1)).any()),
             penalized=tensors["penalized"] if len(tensors["penalized"]) else None,
             forbidden=tuple(index(forbidden.T.copy(), self.device)) if len(forbidden) else None,
+            biased=tuple(index(part, self.device, dtype) for part, dtype in zip(zip(*biased), dtypes)) if biased else None,
         )
 
     def _next_host(self) -> int:

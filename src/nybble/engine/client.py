@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -82,14 +83,14 @@ class EngineClient:
         self._asking: deque[asyncio.Future[Info]] = deque()
         self._tasks: list[asyncio.Task] = []
         self._context: zmq.asyncio.Context | None = None
-        self._dead: EngineDied | None = None
+        self.dead: EngineDied | None = None
         self._ready = False
         self._heard = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
     def alive(self) -> bool:
-        return self._context is not None and self._dead is None
+        return self._context is not None and self.dead is None
 
     @property
     def silence_s(self) -> float:
@@ -165,7 +166,7 @@ class EngineClient:
             await self._send(Shutdown())
         owned = self._process
         if owned is not None and owned.returncode is None:
-            if not self._ready or self._dead is not None:  # it loads, and reads no messages
+            if not self._ready or self.dead is not None:  # it loads, and reads no messages
                 owned.terminate()
             try:
                 await asyncio.wait_for(owned.wait(), CLOSE_S)
@@ -200,8 +201,8 @@ class EngineClient:
         self._tasks.append(asyncio.create_task(self._watch_process(self._process)))
 
     async def _send(self, message: ToEngine) -> None:
-        if self._dead is not None:
-            raise EngineDied(str(self._dead))
+        if self.dead is not None:
+            raise EngineDied(str(self.dead))
         if self._context is None:
             raise EngineDied("the client was not started")
         await self._socket.send(self._encoder.encode(message))
@@ -238,15 +239,17 @@ class EngineClient:
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
         await asyncio.sleep(0.1)
-        self._die(f"the engine's process ended with status {status}; its log says why")
+        self._die("the engine's process was killed (SIGKILL), most often by the system because memory ran out"
+                  if status == -signal.SIGKILL else f"the engine's process ended with status {status}; its log says why")
 
     def _die(self, reason: str) -> None:
         """All that waits, and all that comes, gets EngineDied. The first reason stays."""
-        if self._dead is None:
-            self._dead = EngineDied(reason)
+        if self.dead is None:
+            self.dead = EngineDied(reason)
         for queue in self._queues.values():
-            queue.put_nowait(self._dead)
+            queue.put_nowait(self.dead)
         for future in self._asking:
             if not future.done():
-                future.set_exception(self._dead)
+                future.set_exception(self.dead)
+                future.exception()  # who asked may have left: asyncio would report an exception that nobody fetched
         self._asking.clear()

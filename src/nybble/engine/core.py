@@ -127,8 +127,9 @@ class Engine:
             )
         if params.min_tokens > (params.max_tokens if params.max_tokens is not None else self.max_context - length):
             return "min_tokens", f"{params.min_tokens} is more than may be generated"
-        if params.stop_token_ids and not 0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) < vocab:
-            return "stop_token_ids", f"ids must be in 0 to {vocab - 1}, the model's vocabulary"
+        for name in ("stop_token_ids", "logit_bias"):
+            if (ids := getattr(params, name)) and not 0 <= min(ids) <= max(ids) < vocab:
+                return name, f"ids must be in 0 to {vocab - 1}, the model's vocabulary"
         if params.grammar is not None and (self.grammars is None or not self.config.eos_ids):
             return params.grammar.field, "a grammar wants a model whose tokenizer and EOS are known; this one's are not"
         return None

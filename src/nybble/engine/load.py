@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nybble.engine.config import DEFAULT_KV, EngineConfig
 from nybble.engine.core import Engine
 from nybble.engine.grammar import Grammars
+from nybble.formats.spec import KV
 from nybble.hardware import pick_device
 from nybble.nn.parallel import ALONE, Group
 
@@ -28,6 +30,8 @@ def open_engine(path: str | Path, device: str = "auto", config: EngineConfig | N
     `models.load_model`. dummy: path is a key of `models.SHAPES`, and the weights are random, of config.scheme.
     """
     config, target = config or EngineConfig(), pick_device(device)
+    if config.kv not in (None, *KV):
+        raise ValueError(f"kv = {config.kv!r}: wants auto, {', '.join(KV)}")
     if config.tensor_parallel == 1:
         runner, config, grammars = open_runner(path, target, config, progress, dummy)
         return Engine(runner, config, grammars=grammars)
@@ -67,7 +71,7 @@ def open_runner(path: str | Path, device: torch.device, config: EngineConfig, pr
         config,
         kv=config.kv or checkpoint.kv or DEFAULT_KV,
         eos_ids=config.eos_ids or tuple(tokenizer.eos_ids),
-        model_name=config.model_name or Path(path).name,
+        model_name=config.model_name or os.path.basename(os.path.abspath(path)),  # "." too
         scheme=config.scheme or checkpoint.scheme_name,
         weights=checkpoint.precision[0],
         activations=checkpoint.precision[1],

@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: 0 is greedy. top_k: 0 is off. top_p, min_p in [0, 1] ([0, 1) for min_p). Penalties follow the OpenAI and
     Hugging Face definitions: presence and frequency on generated tokens, repetition (CTRL, arXiv 1909.05858) on prompt and
     generated tokens. seed: the request's own random stream, independent of what else is in the batch.
+    logit_bias: what is added to the logits of token ids, before all else.
     stop: strings (or one), cut from the text unless `include_stop`; so is the text of the id that ended the request.
     stop_token_ids: ids that end it, like EOS.
     max_tokens: None is up to the context's end. logprobs: None, or how many top alternatives per token (0: the chosen only).
@@ -53,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -83,6 +85,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 10.0, "1e-6 to 10"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
+            ("logit_bias", isinstance(self.logit_bias, dict) and len(self.logit_bias) <= 1024 and all(
+                type(i) is int and i >= 0 and type(b) in (int, float) and -100 <= b <= 100 for i, b in self.logit_bias.items()),
+             "at most 1024 token ids, each with a number from -100 to 100"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more, or None"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20, or None"),

@@ -61,6 +61,7 @@ class Request:
             and params.min_tokens == 0
             and not self.penalized
             and params.grammar is None
+            and not params.logit_bias
         )
 
     @property

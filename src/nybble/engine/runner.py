@@ -129,6 +129,8 @@ class ModelRunner:
         if not requests:
             self._last = None
             return lambda: Sampled([])
+        if batch.draws is not None and batch.draws.penalized is not None:
+            self._count(requests)  # now: one that ends before a grammar lets it draw has no slot then
         rest = (logits, tokens, batch, requests, begin if decodes else None)
         grammars = batch.draws is not None and any(one.grammar is not None for one in requests)
         return partial(self._draw, *rest) if grammars else self._sample(*rest)
@@ -199,8 +201,6 @@ class ModelRunner:
         """tokens: greedy ones, if they are known. begin: of a step whose time is to be counted."""
         slots = batch.slots[: len(requests)]
         if batch.draws is not None:
-            if batch.draws.penalized is not None:
-                self._count(requests)
             tokens = self._keep(slots, sample(logits, batch.draws, self._counts))
             self._share_pool()
             if batch.draws.penalized is not None:
@@ -322,7 +322,8 @@ class ModelRunner:
     def _largest_step(self, limits: Limits, num_tokens: int) -> None:
         """Prompts of so many tokens in every slot, with everything the sampler can do; then one beside generated tokens in all
         other slots, one of the longest context, which makes all partial sums large. They write to block 0."""
-        params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=None)
+        params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias={0: 1.0}, logprobs=20,
+                                max_tokens=None)
         requests, left = [], num_tokens
         for slot in range(limits.max_batch):
             length = max(1, min(left - (limits.max_batch - slot - 1), self.max_context - 1))

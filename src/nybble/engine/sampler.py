@@ -4,7 +4,7 @@ Randomness has no state. Gumbel-max (Gumbel 1954; argmax of log-probability plus
 distribution) with noise that is a hash of (the request's seed, position, token id): the same request draws the same tokens
 in any batch, after a preemption, and on any device whose logits agree.
 
-Order: penalties, forbidden ids (min_tokens, grammar), temperature, top-k, top-p over what is left, min-p.
+Order: logit_bias, penalties, forbidden ids (min_tokens, grammar), temperature, top-k, top-p over what is left, min-p.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Draws:
     filtered: bool  # some row has top-k or top-p
     penalized: Tensor | None  # int64: rows with a penalty
     forbidden: tuple[Tensor, Tensor] | None  # int64 pairs (row, token id) that may not be drawn
+    biased: tuple[Tensor, Tensor, Tensor] | None = None  # int64 (row, token id), all different, and the float32 to add
     allowed: tuple[Tensor, Tensor] | None = None  # rows with a grammar, int64 [G], and a bit per id, int32 [G, V/32 or more]
 
 
@@ -67,9 +68,9 @@ class Counts:
         self.generated.view(-1).index_add_(0, places, torch.ones_like(slots, dtype=torch.int32))
 
 
-def index(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """int64 on the device, without waiting for it."""
-    host = torch.as_tensor(values, dtype=torch.int64)
+def index(values: Sequence | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """On the device, without waiting for it."""
+    host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -82,6 +83,9 @@ def greedy(logits: Tensor) -> Tensor:
 
 def sample(logits: Tensor, draws: Draws, counts: Counts | None) -> Tensor:
     """float32 [S, V] -> int64 [S] tokens, FAILED where no finite logit is left. `logits` is left as it was."""
+    if draws.biased is not None:
+        *places, bias = draws.biased
+        logits = logits.index_put(tuple(places), bias, accumulate=True)
     if draws.penalized is not None:
         assert counts is not None
         logits = logits.index_copy(0, draws.penalized, penalize(logits, draws, counts))
@@ -162,7 +166,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """-inf outside the `top_k` largest (0: all) and outside the smallest set of the largest whose probability reaches
     `top_p` (nucleus sampling, arXiv 1904.09751), counted after top-k. Of equal logits the lower id is kept. At least one
     stays. float32 [P, V] -> [P, V]."""
-    ordered, index = logits.sort(stable=True, dim=-1, descending=True)
+    ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     out_of_k = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     # A border moved by rounding in a sum would be another token on another device: sum integers.
@@ -170,7 +174,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = probability.cumsum(-1) - probability
     total = before[:, -1:] + probability[:, -1:]
     out_of_p = (before.double() >= top_p[:, None].double() * total.double()) & (top_p[:, None] < 1) & (rank > 0)
-    dropped = torch.zeros_like(out_of_p).scatter_(-1, index, out_of_k | out_of_p)
+    dropped = torch.zeros_like(out_of_p).scatter_(-1, ids, out_of_k | out_of_p)
     return logits.masked_fill(dropped, float("-inf"))
 
 

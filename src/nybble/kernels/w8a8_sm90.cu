@@ -1,9 +1,9 @@
 // y[m, n] = sum over k of w[n, k] * x[m, k], scaled, on Hopper, sm_90a, compiled by NVRTC: int8 with int32 sums, or FP8 E4M3.
 //
-// One thread copies weights, one activations (the same one for small tiles and blocks), one scales. WARPGROUPS multiply, 64 weight rows
-// each: the tensor core's rows, tokens its columns (KIND 3: the other way round). Both operands come from shared memory: weights
-// packed in tiles of 64 rows x 128 channels that already have the 128-byte swizzle, activations through a tensor map. CLUSTER
-// blocks with neighbouring row tiles share the tokens: each copies its part to all.
+// One thread copies weights, one activations (the same one for small tiles and BLOCKS), one the scales of BLOCKS. WARPGROUPS
+// multiply, 64 weight rows each: the tensor core's rows, tokens its columns (KIND 3: the other way round). Both operands come
+// from shared memory: weights packed in tiles of 64 rows x 128 channels that already have the 128-byte swizzle, activations
+// through a tensor map. CLUSTER blocks with neighbouring row tiles share the tokens: each copies its part to all.
 //
 // FP8 products are added in the tensor core with about 14 bits. So that a long sum does not cost its low bits, that of 16
 // steps, or of one where scales change every 128 channels, goes to a float32 one beside it. Channels in order, whatever the

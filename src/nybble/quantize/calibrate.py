@@ -28,7 +28,7 @@ from nybble.nn.linear import Part, Projection
 from nybble.nn.rope import cos_sin_table
 from nybble.quantize.gptq import follow, outer, output_error, quantize_gptq
 from nybble.quantize.recipe import Recipe
-from nybble.quantize.rtn import quantize_rtn, storable
+from nybble.quantize.rtn import covering, quantize_rtn
 
 ROWS = 4096  # of calibration inputs turned to fp32 at a time
 KEPT = 4  # chunks of a layer's widest inputs that are kept between two uses; more are made again
@@ -158,7 +158,7 @@ def quantize_layer(layer: Layer, stream: Stream, reference: Stream | None, schem
             largest = torch.stack([rows.abs().max().float() for rows in x()]).max()
             if not torch.isfinite(largest):
                 raise ValueError(f"{projection.names[0]}: its calibration inputs hold NaN or infinity: no FP8 scale fits")
-            act_scale = float(storable(largest / FP8.qmax, scale_dtype).clamp_min(2.0**-24))
+            act_scale = float(covering(largest / FP8.qmax, scale_dtype).clamp_min(2.0**-24))
         if recipe.needs_calibration:
             act = scheme.act if recipe.true_activations else None
             drift = 0.0 if clean is None else recipe.drift

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_INT8, SCHEMES, Scheme, Spec, fit_group, scheme_of
-from nybble.text.errors import read_json, read_text
+from nybble.text.errors import held, read_json, read_text
 
 METHODS = ("rtn", "gptq")
 TRANSFORMS = ("auto", "none", "smooth", "rotate", "rotate+smooth")
@@ -124,8 +124,11 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def with_options(self, **options: object) -> Recipe:
-        """The recipe with the options that are not None in place of its own. Raises ValueError as `from_dict`."""
-        return from_dict({**self.to_dict(), **{key: value for key, value in options.items() if value is not None}})
+        """The recipe with the options that are not None in place of its own; what they decide of layers that were chosen by
+        measuring is measured again. Raises ValueError as `from_dict`."""
+        given = {key: value for key, value in options.items() if value is not None}
+        again = self.measured and given.keys() & {"scheme", "group", "group_scales", "bits"}
+        return from_dict({**self.to_dict(), **({"layers": {}, "measured": {}} if again else {}), **given})
 
     def describe(self) -> str:
         """In a few words."""
@@ -143,8 +146,10 @@ class Recipe:
         where no recipe is recorded."""
         if not Path(path).is_dir():
             return from_toml(read_text(path))
-        recorded = read_json(Path(path) / "config.json").get("nybble", {}).get("recipe")
-        if recorded is None:
+        ours = held(read_json(Path(path) / "config.json"), "nybble", dict, where=f"{path}/config.json") or {}
+        recorded = dict(held(ours, "recipe", dict, where=f"{path}/config.json: nybble") or {})
+        recorded.pop("converted_from", None)  # what came after it was made
+        if not recorded:
             raise ValueError(f"{path}: its config.json records no recipe; nybble quantize makes checkpoints that do")
         return from_dict(recorded)
 

@@ -39,11 +39,17 @@ def tiles(weight: Tensor, spec: Spec) -> Tensor:
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as `dtype` stores them, back in fp32: rounded, and never inf. Where float16 has only few steps, up: to the nearest
-    would cut a tile's largest weights, or make a scale, and so its weights, 0."""
-    if dtype == torch.float16:
-        scale = torch.where(scale.abs() < 32 * 2.0**-24, torch.ceil(scale * 2.0**24) / 2.0**24, scale)
+    """Scales as `dtype` stores them, back in fp32: rounded, and never inf, nor 0, and so its weights, where it was none."""
+    if dtype == torch.float16:  # whose smallest step is 2^-24
+        scale = torch.where(scale > 0, scale.clamp_min(2.0**-24), scale)
     return scale.clamp(max=torch.finfo(dtype).max).to(dtype).float()
+
+
+def covering(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales of largest values as `storable`, but up where float16 has only few steps: the nearest would cut these values."""
+    if dtype == torch.float16:
+        scale = torch.where(scale < 32 * 2.0**-24, torch.ceil(scale * 2.0**24) / 2.0**24, scale)
+    return storable(scale, dtype)
 
 
 WHOLE = 16  # the largest whole group scale: 8 * 16 is as far as an int8 goes
@@ -62,8 +68,9 @@ def snap(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     for reach in [8 + step / 4 for step in range(4 * (WHOLE - 8) + 1)]:
         unit = top / reach
         unit = unit * drop - (unit * drop - unit)
-        if dtype == torch.float16:  # whose smallest step is 2^-24
-            unit = torch.round(unit * 2.0**24).clamp_min(1) / 2.0**24
+        if dtype == torch.float16:
+            steps = torch.minimum(torch.round(unit * 2.0**24), torch.floor(top * 2.0**24 / 7.5))  # the largest stays 8 or more
+            unit = steps.clamp_min(1) / 2.0**24
         whole = torch.round(scale / unit.clamp_min(1e-38)).clamp_(1, WHOLE) * (scale > 0)
         error = (whole * unit / scale.clamp_min(1e-30) - 1).clamp_max(1) * (scale > 0)  # of a scale far below its unit: 1
         loss = error.square().sum(1, keepdim=True)
@@ -93,7 +100,7 @@ def with_scale(spec: Spec, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> 
 def absmax_scale(weight: Tensor, spec: Spec, scale_dtype: torch.dtype) -> Tensor:
     """absmax / qmax of each tile. float [N, K] -> float32 [N, K / group], storable in `scale_dtype`; 0 for dead tiles."""
     check_spec(spec)
-    return storable(tiles(weight.float(), spec).abs().amax(-1) / spec.num.qmax, scale_dtype)
+    return covering(tiles(weight.float(), spec).abs().amax(-1) / spec.num.qmax, scale_dtype)
 
 
 def mse_scale(weight: Tensor, spec: Spec, scale_dtype: torch.dtype, importance: Tensor | None = None) -> Tensor:
@@ -104,11 +111,11 @@ def mse_scale(weight: Tensor, spec: Spec, scale_dtype: torch.dtype, importance: 
     """
     wide = weight.float()
     widest = absmax_scale(wide, spec, torch.float32)
-    best = storable(widest, scale_dtype)
+    best = covering(widest, scale_dtype)
     best_loss = torch.full_like(best, torch.inf)
     weights = None if importance is None else importance.float().clamp_min(importance.float().mean() * 1e-4)
     for shrink in SHRINK:
-        scale = storable(widest * shrink, scale_dtype)
+        scale = covering(widest * shrink, scale_dtype)
         error = dequantize(quantize_weight(wide, spec, scale)).sub_(wide).abs_()
         error = error.pow_(ERROR_POWER) if weights is None else error.square_().mul_(weights)
         loss = tiles(error, spec).sum(-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from nybble.config import VERSION
@@ -62,6 +63,7 @@ class Server:
     info: Info
     name: str
     max_waiting: int
+    sampling: dict[str, Any]
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -74,24 +76,29 @@ class Server:
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: str | None = None, api_key: str | None = None,
-               max_waiting: int = 1024, max_body_bytes: int = 16 << 20) -> FastAPI:
+               max_waiting: int = 1024, max_body_bytes: int = 16 << 20, sampling: dict[str, Any] | None = None,
+               allowed_origins: Sequence[str] = ()) -> FastAPI:
     """The application. Its routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
     /metrics, /version and a chat page at /.
 
     info: what the engine said when it was ready. name: what clients call the model (default: the engine's).
     api_key: wanted as `Authorization: Bearer KEY` on all but /, /health and /version. max_waiting: requests without a first
     token beyond which new ones get 503 with Retry-After. max_body_bytes: larger bodies get 413.
+    sampling: fields of SamplingParams, for what requests leave out. allowed_origins: of web pages that may call this server, or
+    "*" for any.
     """
-    server = Server(client, tokenizer, info, name or info.model, max_waiting)
+    server = Server(client, tokenizer, info, name or info.model, max_waiting, sampling or {})
     app = FastAPI(title="Nybble", version=VERSION, docs_url=None, redoc_url=None)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, metrics=server.metrics)
+    if allowed_origins:  # before the gate: a browser asks without the key whether it may send it
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",))
     app.state.server = server
 
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Chat completion, streamed or not."""
         body = await _read(server, request, ChatRequest)
-        params, tools = body.params(), tools_of(body, tokenizer)
+        params, tools = body.params(**server.sampling), tools_of(body, tokenizer)
         if tools is not None:
             params = tools.applied(params)
         token_ids = await _chat_ids(tokenizer, body.messages, True, body.chat_template_kwargs or {}, tools)
@@ -102,7 +109,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
     async def completions(request: Request) -> Response:
         """Text completion of one or several prompts, streamed or not."""
         body = await _read(server, request, CompletionRequest)
-        params, prompts = body.params(), body.prompts()
+        params, prompts = body.params(**server.sampling), body.prompts()
         token_ids = [await _ids(tokenizer, one) if isinstance(one, str) else one for one in prompts]
         params = _fit(server, params, token_ids, "prompt", explicit=body.max_tokens is not None)
         echo = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts] if body.echo else None

@@ -11,13 +11,14 @@ import errno
 import ipaddress
 import logging
 import os
+import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
@@ -25,6 +26,7 @@ from nybble.engine.client import EngineClient, EngineDied
 from nybble.engine.config import EngineConfig, ProcessConfig
 from nybble.engine.messages import Info
 from nybble.serve.app import create_app
+from nybble.serve.protocol import checkpoint_sampling
 from nybble.text import Tokenizer, load_tokenizer
 
 SAY_EVERY_S = 5.0
@@ -36,22 +38,29 @@ class ServeError(RuntimeError):
 
 
 def serve(model: str | Path, *, host: str = "127.0.0.1", port: int = 8000, model_name: str | None = None,
-          api_key: str | None = None, engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+          api_key: str | None = None, allowed_origins: Sequence[str] = (), generation_config: Literal["auto", "none"] = "auto",
+          engine: Mapping[str, Any] | None = None, **options: Any) -> None:
     """Serve a checkpoint until SIGINT or SIGTERM: then no request is taken any more, those running have a while to end.
 
-    port: 0 is any free one. model_name: what clients call the model; default the checkpoint's. engine: as `LLM` takes them, kv,
-    device and fields of `EngineConfig`. options: of `run` and `create_app`. Raises ServeError.
+    port: 0 is any free one. model_name: what clients call the model; default the checkpoint's. generation_config: "none" leaves
+    the checkpoint's sampling settings aside. engine: as `LLM` takes them, kv, device and fields of `EngineConfig`. options, and
+    allowed_origins: of `run` and `create_app`. Raises ServeError.
     """
     path = Path(model)
     if not 0 <= port <= 65535:
         raise ServeError(f"port = {port}: wants 0 (any free one) to 65535")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise ServeError("api_key (or NYBBLE_API_KEY): wants ASCII text without spaces at its ends; without one, leave it out")
+    for origin in allowed_origins:
+        if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ServeError(f"--allowed-origins {origin}: wants origins as browsers say them, like https://host:port, or *")
     if not path.exists():
         raise ServeError(f"there is no model at {model}: give a Hugging Face folder or a .gguf file")
     with closing(listen(host, port)) as listener:
+        sampling = checkpoint_sampling(path) if generation_config == "auto" else {}
         tokenizer, config = load_tokenizer(path), process_config(str(path), **(engine or {}))
-        asyncio.run(run(config, tokenizer, listener, name=model_name, api_key=api_key, **options))
+        asyncio.run(run(config, tokenizer, listener, name=model_name, api_key=api_key, sampling=sampling,
+                        allowed_origins=allowed_origins, **options))
 
 
 def process_config(model: str, *, kv: str = "auto", device: str = "auto", factory: str = ProcessConfig().factory,
@@ -107,6 +116,9 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         progress(f"{name}: {info.scheme}, KV cache {info.kv} with room for {info.num_blocks * info.block_size:,} tokens, "
                  f"{info.max_context:,} of them in one request")
         progress(f"{name} is served at {url} (chat there in a browser; OpenAI clients: {url}/v1)")
+        if options.get("sampling"):
+            said = ", ".join(f"{field} {value}" for field, value in options["sampling"].items())
+            progress(f"requests that do not say get {said}, as generation_config.json has it")
         if not options.get("api_key") and not ipaddress.ip_address(host).is_loopback:
             progress("anyone who reaches this address can use it: --api-key asks for a key")
         await asyncio.wait({stopping, serving, dying}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +129,7 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         dying.cancel()
         await serving
         if died:
-            raise ServeError("the engine died, and the server with it: its log above says why")
+            raise ServeError(f"the engine died, and the server with it: {client.dead}")
     except EngineDied as error:
         raise ServeError(f"the engine did not start: {str(error).removeprefix('the engine ended: ')}") from None
     finally:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from nybble.engine.messages import Grammar, SamplingParams
+from nybble.text.errors import read_json
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Fields that `SamplingParams` has, too.
-SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n",
-        "ignore_eos", "min_tokens", "skip_special_tokens")
+SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+        "seed", "n", "ignore_eos", "min_tokens", "skip_special_tokens")
+OF_CHECKPOINTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of StructuredOutputs, with "guided_" before them of a request, and kinds of Grammar.
 KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
@@ -53,6 +56,20 @@ class RequestError(Exception):
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": self.error})
+
+
+def checkpoint_sampling(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint's generation_config.json gives requests that do not say themselves, by field of SamplingParams: as vLLM
+    reads it, and `do_sample: false` without a temperature is greedy. Raises ValueError naming the file and the key."""
+    file = Path(path) / "generation_config.json"
+    found = read_json(file)
+    given = {"temperature": 0.0} if found.get("do_sample") is False else {}
+    given |= {name: found[name] for name in OF_CHECKPOINTS if found.get(name) is not None}
+    try:
+        SamplingParams(**given)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return given
 
 
 def _clean(text: str) -> str:
@@ -151,7 +168,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    logit_bias: unsupported({}) = None
+    logit_bias: dict[TokenId, float] | None = None
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match. Raises RequestError when two fields say so."""
@@ -171,7 +188,8 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
                                param=found[1].field)
         return found[0] if found else None
 
-    def _params(self, logprobs: int | None, max_tokens: int | None, names: dict[str, str]) -> SamplingParams:
+    def _params(self, logprobs: int | None, max_tokens: int | None, names: dict[str, str],
+                defaults: dict[str, Any]) -> SamplingParams:
         """names: where a field of SamplingParams is called otherwise in this request, for the error."""
         if self.stream_options is not None:
             if not self.stream:
@@ -181,7 +199,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()), "include_stop": self.include_stop_str_in_output}
         try:
-            return SamplingParams(**{k: v for k, v in given.items() if v is not None},
+            return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None},
                                   logprobs=logprobs, max_tokens=max_tokens, grammar=self.grammar())
         except ValueError as error:
             field, _, rest = str(error).partition(" ")
@@ -246,8 +264,8 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     verbosity: unsupported("medium") = None
     web_search_options: unsupported() = None
 
-    def params(self) -> SamplingParams:
-        """Raises RequestError (400) naming the field whose value cannot be honoured."""
+    def params(self, **defaults: Any) -> SamplingParams:
+        """defaults: for what the request leaves out. Raises RequestError (400) naming the field that cannot be honoured."""
         _refuse_unless_neutral(self)
         check_messages(self.messages)
         for name in self.chat_template_kwargs or ():
@@ -260,7 +278,7 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
             raise RequestError(400, "max_tokens and max_completion_tokens differ: send one", param="max_tokens")
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return self._params((self.top_logprobs or 0) if self.logprobs else None, limits.pop() if limits else None,
-                            {"logprobs": "top_logprobs", "max_tokens": limit})
+                            {"logprobs": "top_logprobs", "max_tokens": limit}, defaults)
 
 
 class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
@@ -272,12 +290,12 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     best_of: unsupported(1) = None
     suffix: unsupported("") = None
 
-    def params(self) -> SamplingParams:
-        """Raises RequestError (400) naming the field whose value cannot be honoured."""
+    def params(self, **defaults: Any) -> SamplingParams:
+        """defaults: for what the request leaves out. Raises RequestError (400) naming the field that cannot be honoured."""
         _refuse_unless_neutral(self, best_of=(self.n,) if self.n not in (None, 1) else ())
         if self.echo and self.logprobs is not None:
             raise RequestError(400, "echo with logprobs is not supported: leave out one of them", param="echo")
-        return self._params(self.logprobs, 16 if self.max_tokens is None else self.max_tokens, {})
+        return self._params(self.logprobs, 16 if self.max_tokens is None else self.max_tokens, {}, defaults)
 
     def prompts(self) -> list[str | list[int]]:
         """Raises RequestError when the list is empty or mixes texts and ids."""
@@ -337,7 +355,7 @@ def decode(kind: type[T], body: bytes) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
+        what, _, path = str(error).replace("`key` in `$", "`$").partition(" - at `$")
         field = re.search(r"(?:unknown|required) field `(.*)`", what)
         param = (path.rstrip("`") + ("." + field[1] if field else "")).lstrip(".")
         if what.startswith("Invalid enum value"):  # which does not say what would be valid
