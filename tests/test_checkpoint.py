@@ -1,5 +1,6 @@
 """Reading and writing checkpoints, against transformers, the gguf package and the compressed-tensors package."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -801,6 +802,17 @@ def test_writers_of_one_directory_at_the_same_time_all_succeed_and_one_stays_who
         assert len({file.read_text() for file in (tmp_path / "out").iterdir()}) == 1
         assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a.txt", "b.txt", "config.json"]
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_another_program_keeps_locked_is_written_to(tmp_path, monkeypatch):
+    """As `flock FOLDER nybble quantize ... -o FOLDER/out` does."""
+    monkeypatch.setattr("nybble.checkpoint.write.PATIENCE_SECONDS", 0.05)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with staged(tmp_path / "out") as partial:
+        (partial / "config.json").write_text("{}")
+    os.close(held)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_directory_that_somebody_made_meanwhile_is_kept(tmp_path):

@@ -144,12 +144,11 @@ def alone_in(folder: Path) -> Iterator[None]:
         while time.monotonic() < until:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 time.sleep(0.01)
-                continue
-            except OSError:
-                pass
-            break
+            except OSError:  # no locks here
+                break
         yield
     finally:
         os.close(descriptor)
