@@ -68,14 +68,14 @@ FLOAT = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "gfx942": r"v_mfma_f3
 def test_int4_and_int8_per_channel(name: str) -> None:
     for bits in (4, 8):
         compiled = compile_for(TARGETS[name], linear_triton.plain_linear, SMALL, BITS=bits)
-        assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32"), instructions(compiled))
+        assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32|tcgen05\.mma\S*kind::i8"), instructions(compiled))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_int4_groups(name: str) -> None:
     flags = assembly(TARGETS[name]) | {"GROUP": 64, "SEGMENTS": 4, "ZERO": False}
     compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, {"partials": "*fp32"}, **flags)
-    assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32"), instructions(compiled))
+    assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32|tcgen05\.mma\S*kind::i8"), instructions(compiled))
 
 
 @pytest.mark.parametrize("name", TARGETS)
