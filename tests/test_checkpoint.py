@@ -17,6 +17,7 @@ from nybble.checkpoint import open_checkpoint, write_checkpoint
 from nybble.checkpoint.compressed import activation_spec, best_match, read_compressed
 from nybble.checkpoint.gguf import ROPE_FACTORS, decode
 from nybble.checkpoint.pack import pack_rows
+from nybble.checkpoint.store import open_safetensors
 from nybble.checkpoint.write import staged
 from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
@@ -147,6 +148,26 @@ def test_damaged_shards(tmp_path, what, error, says):
     damage(tmp_path, what)
     with pytest.raises(error, match=says):
         open_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_noticed(tmp_path, monkeypatch):
+    """The old config.json says nothing about the new tensors."""
+    for name, value in (("out", 1.0), ("new", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"made_with": value}))
+        save_file({"a": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
+
+    def between(path):
+        os.replace(tmp_path / "out", tmp_path / "old")
+        if (tmp_path / "new").exists():
+            os.replace(tmp_path / "new", tmp_path / "out")
+        return open_safetensors(path)
+
+    monkeypatch.setattr("nybble.checkpoint.checkpoint.open_safetensors", between)
+    for _ in ("replaced", "half way there: nothing under the name"):
+        with pytest.raises(ValueError, match="has changed while it was being read: start again"):
+            open_checkpoint(tmp_path / "out")
+        shutil.rmtree(tmp_path / "old")
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path):

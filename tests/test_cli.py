@@ -14,7 +14,8 @@ import torch
 from tiny import make_tiny
 
 from nybble import LLM, SamplingParams
-from nybble.cli import app
+from nybble.cli import app, stream_answer
+from nybble.llm import Piece, Response
 from nybble.text import load_tokenizer
 
 
@@ -101,6 +102,29 @@ def test_sampling_not_asked_for_is_the_checkpoints(tmp_path):
     plain = run("generate", str(tmp_path), "hello", "--max-tokens", "12", "--kv", "fp32", "--device", "cpu", "--top-k", "0",
                 "--seed", "1")
     assert plain.stdout != done.stdout  # a temperature of 3 shows
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_an_answer_after_a_token_and_twice_at_once(presses, capsys):
+    done = []
+
+    class Model:
+        def stream(self, prompt, params):
+            response = Response(input_token_len=3)
+            try:
+                for letter in "abcdef":
+                    for _ in range(presses if letter == "c" else 0):
+                        signal.raise_signal(signal.SIGINT)
+                    response.text += letter
+                    yield Piece(letter, response)
+            finally:
+                done.append(response.text)
+
+    before = signal.getsignal(signal.SIGINT)
+    text = stream_answer(Model(), "x", SamplingParams())
+    assert (text, done) == (("abc", ["abc"]) if presses == 1 else ("ab", ["ab"]))
+    assert capsys.readouterr().out == text + "\n"
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_tensor_that_is_missing_is_one_line(tmp_path):

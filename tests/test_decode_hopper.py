@@ -41,6 +41,9 @@ def test_windows_partial_rotation_and_other_types_do_not_fit() -> None:
     assert not decode_hopper.fits(x.float(), heads, kv, step, 128, 0)
     assert not decode_hopper.fits(x, heads, kv, replace(step, num_decode=0), 128, 0)
     many = replace(step, num_decode=4000)
+    assert decode_hopper.fits(x, heads, kv, many, 128, 0)
+    x, heads, kv, step = asked("int4", 4, 2)
+    many = replace(step, num_decode=4000)
     assert not decode_hopper.fits(x, heads, kv, many, 128, 0)
     assert decode_hopper.fits(x.view(1, -1, 128), heads, kv, many, 128, 0)  # queries alone
 
@@ -59,21 +62,45 @@ def test_rows_that_see_each_others_keys_of_this_step_are_not_attended_at_once() 
 @pytest.mark.parametrize("pairs", [1, 8, 40, 65, 132, 300, 640, 5120])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_programs_of_a_processor_have_room(name: str, pairs: int) -> None:
-    shape = decode_hopper.shape_for(name, pairs)
-    assert 1 <= shape.cluster <= 8
-    assert shape.warps * shape.resident * 32 * 128 <= 65536  # registers
     for group in range(1, 9):
+        shape = decode_hopper.shape_for(name, pairs, group)
+        assert 1 <= shape.cluster <= 8
+        assert shape.warps * shape.resident * 32 * 128 <= 65536  # registers
         splits = decode_hopper.MOST_PARTIAL_BYTES // (512 * group)
         assert decode_hopper.shared_bytes(shape, name, group, 64, splits) <= MOST_BYTES
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_whatever_a_step_of_so_many_rows_takes_is_compiled_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a prompt (queries) and alone (projections): a request would wait half a second for each."""
+    compiled: list[dict] = []
+    monkeypatch.setattr(decode_hopper.nvrtc, "compile_ahead", lambda wanted: compiled.extend(d for _, d in wanted))
+    monkeypatch.setattr(decode_hopper.nvrtc, "processors", lambda device: 132)
+    asked_for: list[dict] = []
+    monkeypatch.setattr(decode_hopper, "kernel", lambda device, *defined:
+                        asked_for.append(decode_hopper.source_and_defines(*defined)[1]))  # fmt: skip
+    monkeypatch.setattr(decode_hopper.nvrtc, "launch", lambda *_: None)
+    monkeypatch.setattr(decode_hopper.nvrtc, "bytes_map", lambda *_: None)
+    x, heads, kv, step = asked(name, 40, 40)
+    decode_hopper.compile_ahead(kv, heads, torch.bfloat16, 128, True)
+    for rows in range(1, 129):
+        step = replace(step, num_decode=rows)
+        for some in (x, x[:, : heads * 128].view(1, heads, 128)):
+            if decode_hopper.fits(some, heads, kv, step, 128, 0):
+                fused = some.ndim == 2
+                decode_hopper.run(some, heads, kv, step, 1.0, torch.zeros(400, 128) if fused else None, fused)
+    assert len(asked_for) > 128
+    assert all(one in compiled for one in asked_for)
+
+
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize(("name", "heads", "group", "pairs"),
-                         [("int8", 40, 1, 40), ("int8", 40, 1, 640), ("int8", 8, 4, 1000),
-                          ("int4", 40, 1, 160), ("int4", 8, 4, 300)])
+                         [("int8", 40, 1, 40), ("int8", 40, 1, 640), ("int8", 40, 1, 5120), ("int8", 8, 4, 1000),
+                          ("int4", 40, 1, 160), ("int4", 40, 1, 400), ("int4", 40, 1, 1000), ("int4", 40, 1, 2000),
+                          ("int4", 8, 4, 300), ("int4", 8, 4, 1000)])
 def test_machine_code_spills_nothing_between_products(name: str, heads: int, group: int, pairs: int, quantize: bool,
                                                       tmp_path: Path) -> None:
-    shape = decode_hopper.shape_for(name, pairs)
+    shape = decode_hopper.shape_for(name, pairs, group)
     lines = assemble(*decode_hopper.source_and_defines(shape, name, heads, group, 64, quantize, quantize, 0), tmp_path)
     products = [i for i, line in enumerate(lines) if re.match(r"(@\S+ )?HMMA", line)]
     assert len(products) == (64 if name == "int4" else 32)  # of a tile: codes times queries once, times weights once

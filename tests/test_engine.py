@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrity import check
+from msgspec import structs
 from scripted import BROKEN, CRASH, LOSE, VOCAB, ScriptedRunner, answer, small
 
 from nybble.bench import offline
@@ -21,7 +22,7 @@ from nybble.engine.batch import Stage
 from nybble.engine.config import EngineConfig
 from nybble.engine.core import Engine
 from nybble.engine.kvcache import allocate, bytes_per_token, kv_budget
-from nybble.engine.messages import Delta, Refused, SamplingParams, Submit
+from nybble.engine.messages import Delta, Refused, SamplingParams, Submit, TokenLogprob
 from nybble.engine.request import Request
 from nybble.engine.scheduler import Plan
 from nybble.formats.spec import KV
@@ -41,6 +42,7 @@ class Answers:
         self.reasons: dict[tuple[str, int], str] = {}
         self.refused: dict[str, Refused] = {}
         self.deltas: list[Delta] = []
+        self.prompts: dict[tuple[str, int], list[TokenLogprob]] = {}
 
     def add(self, answers: list[Delta | Refused]) -> None:
         for item in answers:
@@ -52,6 +54,9 @@ class Answers:
             assert key not in self.reasons, "nothing follows a finish_reason"
             self.deltas.append(item)
             self.tokens[key] += item.token_ids
+            if item.prompt_logprobs is not None:
+                assert key not in self.prompts
+                self.prompts[key] = item.prompt_logprobs
             if item.finish_reason is not None:
                 self.reasons[key] = item.finish_reason
 
@@ -207,6 +212,26 @@ def test_what_reads_the_cache_of_a_step_that_failed_fails_too() -> None:
     assert answers.reasons == {("a", 0): "error", ("b", 0): "error"}
 
 
+@overlaps
+def test_what_ctrl_c_interrupts_is_not_offered_to_others(overlap: bool) -> None:
+    engine = Engine(ScriptedRunner(overlap=overlap), small())
+    launch = engine.runner.launch
+
+    def interrupted(plan: Plan) -> None:
+        raise KeyboardInterrupt
+
+    engine.runner.launch = interrupted
+    engine.submit(Submit("a", [1, 2, 3, 4, 5], greedy()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.runner.launch = launch
+    engine.abort("a")  # who was interrupted leaves
+    assert run(engine).reasons == {("a", 0): "error"}
+    assert engine.info().cached_blocks == 0
+    engine.submit(Submit("b", [1, 2, 3, 4, 5], greedy()))
+    assert run(engine).tokens["b", 0] == answer([1, 2, 3, 4, 5], 8)
+
+
 def test_a_lost_device_answers_its_requests_and_then_ends_the_engine() -> None:
     engine = Engine(ScriptedRunner(), small())
     engine.submit(Submit("a", [1, LOSE], greedy()))
@@ -325,7 +350,8 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def mixed() -> list[Submit]:
-    """32 requests: short and long prompts, some with a common beginning, a third of them sampled."""
+    """32 requests: short and long prompts, some with a common beginning, a third of them sampled, a fifth with their prompts'
+    log-probabilities."""
     rng = random.Random(1)
     system = [rng.randrange(384) for _ in range(40)]
     requests = []
@@ -334,20 +360,20 @@ def mixed() -> list[Submit]:
         params = greedy(max_tokens=rng.randint(4, 30))
         if i % 3 == 1:
             params = greedy(max_tokens=20, temperature=1.2, seed=i, top_k=[0, 30][i % 2], top_p=0.9, presence_penalty=0.5)
-        requests.append(Submit(str(i), prompt, params))
+        requests.append(Submit(str(i), prompt, structs.replace(params, prompt_logprobs=2 if i % 5 == 0 else None)))
     return requests
 
 
 @pytest.fixture(scope="module")
-def alone(model: Decoder, mixed: list[Submit]) -> dict[tuple[str, int], list[int]]:
+def alone(model: Decoder, mixed: list[Submit]) -> Answers:
     """Each request by itself, whole prompt at once, nothing cached."""
-    tokens = {}
+    answers = Answers()
     for request in mixed:
         config = EngineConfig(kv="int8", block_size=16, max_batch=1, max_batched_tokens=256, num_blocks=16)
         engine = Engine(model, replace(config, prefix_caching=False))
         engine.submit(request)
-        tokens.update(run(engine).tokens)
-    return tokens
+        run(engine, answers)
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -364,7 +390,7 @@ def alone(model: Decoder, mixed: list[Submit]) -> dict[tuple[str, int], list[int
     ],
     ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()) or "together",
 )
-def test_batching_changes_nothing(model: Decoder, mixed: list[Submit], alone: dict, changes: dict) -> None:
+def test_batching_changes_nothing(model: Decoder, mixed: list[Submit], alone: Answers, changes: dict) -> None:
     config = {"kv": "int8", "block_size": 16, "max_batch": 32, "max_batched_tokens": 256, "num_blocks": 400}
     engine = Engine(model, EngineConfig(**{**config, **changes}))
     answers = Answers()
@@ -373,7 +399,13 @@ def test_batching_changes_nothing(model: Decoder, mixed: list[Submit], alone: di
         if i % 8 == 7:  # arrivals while others run
             answers.add(engine.step())
     run(engine, answers)
-    assert answers.tokens == alone
+    assert answers.tokens == alone.tokens
+    assert answers.prompts == alone.prompts
+    for request in mixed[::5]:
+        first, *rest = answers.prompts[request.request_id, 0]
+        assert [first.token_id, *(one.token_id for one in rest)] == request.token_ids
+        assert first.logprob is None
+        assert all(one.logprob < 0 and len(one.top) == 2 for one in rest)
     if "num_blocks" in changes:
         assert engine.info().preemptions > 0
     if changes == {}:

@@ -6,11 +6,13 @@ import gc
 import json
 import shutil
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tiny import make_tiny, token_ids
 
 from nybble import LLM, Grammar, SamplingParams, pipeline
@@ -74,6 +76,27 @@ def test_logprobs_are_those_of_transformers(exact, reference):
         best = torch.topk(row, 3)
         assert [t for t, _ in found.top] == best.indices.tolist()
         assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_prompt_logprobs_are_those_of_transformers(exact, folder, reference):
+    prompts = [row[:n] for row, n in zip(token_ids(3, 90, seed=5).tolist(), (1, 33, 90))]
+    in_pieces = LLM(folder / "float", kv="fp32", device="cpu", block_size=16, max_batched_tokens=20, max_batch=2)
+    params = greedy(prompt_logprobs=2, max_tokens=2)
+    for llm in (exact, in_pieces):
+        llm.generate(prompts, GREEDY)  # the prefix cache has them now
+        for prompt, answers in zip(prompts, llm.generate(prompts, replace(params, n=2))):
+            with torch.no_grad():
+                expected = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1)
+            for answer in answers:
+                first, *rest = answer.prompt_logprobs
+                assert (first.token_id, first.logprob, first.top) == (prompt[0], None, [])
+                assert [one.token_id for one in rest] == prompt[1:]
+                for row, one in zip(expected, rest, strict=False):
+                    assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
+                    assert [p for _, p in one.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+                assert (answer.cached_tokens, answer.logprobs) == (0, [])
+        assert not llm.generate(prompts[1], GREEDY).prompt_logprobs
+        assert all_free(llm)
 
 
 def test_eos_ends_an_answer_where_transformers_ends_it(exact, reference):
@@ -142,6 +165,25 @@ def test_threads_share_a_model(llm):
     with ThreadPoolExecutor(6) as threads:
         together = list(threads.map(lambda prompt: llm.generate(prompt, greedy(max_tokens=12)).token_ids, prompts * 3))
     assert together == alone * 3
+    assert all_free(llm)
+
+
+def test_a_stream_that_is_collected_within_a_step_ends(folder, monkeypatch):
+    llm = LLM(folder / "float", device="cpu", block_size=16)
+    forgotten = llm.stream("Tell me", greedy(max_tokens=100))
+    next(forgotten)
+    step = llm.engine.step
+
+    def collecting():
+        forgotten.close()  # as Python does to a stream in a cycle, wherever it happens to collect
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", collecting)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(llm.generate("abc", GREEDY)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [len(one.token_ids) for one in answers] == [12]
     assert all_free(llm)
 
 
@@ -273,7 +315,7 @@ def test_an_unknown_option_is_named_with_those_like_it(folder, option, near):
 
 
 def test_what_is_no_conversation_is_refused(llm):
-    for odd in ("hi", [{"content": "no role"}], [["hi"]]):
+    for odd in ("hi", "", 5, {"role": "user", "content": "hi"}, [{"content": "no role"}], [["hi"]]):
         with pytest.raises(ValueError, match="no conversation"):
             llm.chat(odd, GREEDY)
 

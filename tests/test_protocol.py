@@ -129,7 +129,7 @@ def test_a_forced_call_that_is_cut_short_is_no_content():
             assert [call["function"]["name"] for call in whole["message"].get("tool_calls", ())] == calls
             assert whole["message"]["content"] == (None if forced else content)
             chunks = ChatAnswer("m", tokenizer, SamplingParams(), body, tools).chunks(Piece(0, text, [], 9, 0, "length"))
-            assert bool(forced) != any("content" in chunk["delta"] for chunk in chunks)
+            assert bool(forced) != any(chunk["delta"].get("content") for chunk in chunks)
 
 
 def test_message_fields_that_clients_send_back():
@@ -208,6 +208,14 @@ def test_tool_calls_however_the_text_is_cut(form, text, content, calls, data):
         assert joined == at_once[index]["function"]["arguments"]
         assert (joined if isinstance(arguments, str) else json.loads(joined)) == arguments
     assert {one["index"] for one in found} == set(range(len(calls)))
+
+
+@pytest.mark.parametrize("cut", range(len("\n</tool_call>\n<tool_call>\n")))
+def test_a_tag_that_the_token_limit_cuts_is_no_content(cut):
+    call = '<tool_call>\n{"name": "f", "arguments": {}}'
+    text = call + "\n</tool_call>\n<tool_call>\n"[:cut]
+    content, calls = ToolText(FORMATS["Hermes and Qwen"]).push(text, final=True)
+    assert (content, len(calls)) == ("", 1)
 
 
 SCRAPS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f", "arguments": {', '{"arguments": {}',
@@ -320,6 +328,8 @@ def test_what_requests_leave_out_is_what_the_checkpoint_says(tmp_path, written):
     assert sampling == expected
     plain, chat = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     for kind, body in ((CompletionRequest, plain), (ChatRequest, chat)):
+        off = decode(kind, json.dumps(body | {"top_k": -1}).encode())  # as vLLM says it, too
+        assert off.params(**sampling).top_k == 0
         params = decode(kind, json.dumps(body).encode()).params(**sampling)
         assert {field: getattr(params, field) for field in expected} == expected
         said = decode(kind, json.dumps(body | {"temperature": 0, "top_k": 0, "top_p": None}).encode()).params(**sampling)

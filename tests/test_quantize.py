@@ -356,6 +356,12 @@ def test_a_checkpoint_without_a_recipe_is_said(tmp_path: Path, config: str, reas
         Recipe.load(tmp_path)
 
 
+def test_weights_are_no_recipe(tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0\xff\xfe")
+    with pytest.raises(ValueError, match="model.gguf is no recipe: give a TOML file, or a directory"):
+        Recipe.load(tmp_path / "model.gguf")
+
+
 def test_a_recipe_of_the_wrong_type_says_what_to_write():
     with pytest.raises(ValueError, match=r"group = 'channel' is a str; wants int\. .* 0 is one scale per channel"):
         from_toml('group = "channel"')

@@ -115,7 +115,12 @@ class ScriptedEngine:
                 logprobs = None
                 if params.logprobs is not None:
                     logprobs = [TokenLogprob(i, -0.25, [(i, -0.25), (65, -1.5)][: params.logprobs]) for i in ids]
-                yield Delta(request_id, index, ids, logprobs, reason if last else None, cached_tokens=16)
+                before = None
+                if params.prompt_logprobs is not None and at == 0:
+                    first, *rest = token_ids
+                    top = [(65, -0.1), (66, -3.0)][: params.prompt_logprobs]
+                    before = [TokenLogprob(first, None, []), *(TokenLogprob(i, -2.0, top) for i in rest)]
+                yield Delta(request_id, index, ids, logprobs, reason if last else None, 16, prompt_logprobs=before)
 
     async def abort(self, request_id, index=None):
         self.aborted.append((request_id, index))
@@ -327,6 +332,41 @@ def test_completion_logprobs(engine, client):
     assert got.text_offset == [0, 1, 2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+def test_echo_with_logprobs(engine, client, max_tokens, stream):
+    """As lm-eval's local-completions reads it: of the prompt from its second token on, and what greedy decoding would say."""
+    asked = {"model": "scripted", "prompt": [[120, 65], [120, 66, 67]], "echo": True, "logprobs": 1, "max_tokens": max_tokens,
+             "n": 1, "stream": stream}
+    if stream:
+        options = {"stream_options": {"include_usage": True}}
+        *chunks, end = client.completions.create(**asked, **options)
+        usage = end.usage
+        mine = [[c.choices[0] for c in chunks if c.choices[0].index == index] for index in range(2)]
+        found = [("".join(c.text for c in one), [c.logprobs for c in one if c.logprobs], one[-1].finish_reason) for one in mine]
+    else:
+        answer = client.completions.create(**asked)
+        usage, found = answer.usage, [(c.text, [c.logprobs], c.finish_reason) for c in answer.choices]
+    generated = ANSWER[:max_tokens]
+    for (text, parts, reason), prompt, greedy in zip(found, ("xA", "xBC"), ([True], [False, False])):
+        tokens = [token for part in parts for token in part.tokens]
+        values = [value for part in parts for value in part.token_logprobs]
+        tops = [top for part in parts for top in part.top_logprobs]
+        assert (text, reason) == (prompt + generated, "length")
+        assert [len(values), len(tops), sum(len(part.text_offset) for part in parts)] == [len(prompt) + max_tokens] * 3
+        assert tokens[: len(prompt)] == list(prompt)
+        assert values == [None] + [-2.0] * (len(prompt) - 1) + [-0.25] * max_tokens
+        assert tops[0] is None
+        assert [t == max(top, key=top.get) for t, top in zip(tokens[1 : len(prompt)], tops[1:])] == greedy
+    assert (usage.prompt_tokens, usage.completion_tokens) == (5, 2 * max_tokens)
+
+
+def test_max_tokens_0_is_for_echo(engine, client):
+    assert client.completions.create(model="scripted", prompt="ab", echo=True, max_tokens=0).choices[0].text == "ab"
+    with pytest.raises(openai.BadRequestError, match="max_tokens = 0"):
+        client.completions.create(model="scripted", prompt="ab", max_tokens=0)
+
+
 def test_sampling_fields_reach_the_engine(engine, client):
     chat(client, temperature=0.5, top_p=0.9, seed=7, presence_penalty=-1, frequency_penalty=1.5, max_completion_tokens=4,
          stop=["q"], user="me", extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 1,
@@ -368,7 +408,7 @@ BAD = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"modalities": ["audio"]}, "modalities"), ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    ({"stream": "yes"}, "stream"), ({"top_k": -1}, "top_k"), ({"min_p": 1}, "min_p"), ({"min_tokens": -1}, "min_tokens"),
+    ({"stream": "yes"}, "stream"), ({"top_k": -2}, "top_k"), ({"min_p": 1}, "min_p"), ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"), ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -539,7 +579,7 @@ def test_tools_that_cannot_be_had(caller, engine, url):
     ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": ["a", [1]]}, "prompt"), ({"prompt": [[]]}, "prompt"),
     ({"prompt": [259]}, "prompt"), ({"prompt": [-1]}, "prompt[0]"), ({"prompt": "a", "best_of": 2}, "best_of"),
     ({"prompt": "a", "suffix": "b"}, "suffix"), ({"prompt": "a", "logprobs": 21}, "logprobs"), ({}, "prompt"),
-    ({"prompt": "a", "logprobs": True}, "logprobs"), ({"prompt": "a", "echo": True, "logprobs": 1}, "echo")])
+    ({"prompt": "a", "logprobs": True}, "logprobs"), ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs")])
 def test_bad_completion_fields(engine, url, body, param):
     response = httpx.post(url + "/v1/completions", json={"model": "scripted"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
@@ -829,6 +869,26 @@ def test_pages_of_allowed_origins_may_call(tokenizer, key):
                 answer = httpx.post(path, json=body, headers={"Origin": origin, "Authorization": f"Bearer {sent}"})
                 assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, allowed)
         assert "access-control-allow-origin" not in httpx.get(url + "/health").headers
+
+
+def test_a_bug_is_told_to_pages_too(tokenizer):
+    class Broken(ScriptedEngine):
+        async def generate(self, request_id, token_ids, params):
+            if params.max_tokens > 1:
+                yield Delta(request_id, 0, [71])
+            raise TypeError("a bug")
+
+    engine = Broken()
+    app = create_app(engine, tokenizer, asyncio.run(engine.info()), allowed_origins=["https://a.example"])
+    with serving(app) as (url, _):
+        for stream in (False, True):
+            answer = httpx.post(url + "/v1/completions", headers={"Origin": "https://a.example"},
+                                json={"model": "scripted", "prompt": "x", "max_tokens": 1, "stream": stream})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        with pytest.raises(httpx.RemoteProtocolError):  # it has begun: nothing else can be said
+            httpx.post(url + "/v1/completions", json={"model": "scripted", "prompt": "x", "stream": True})
+        assert 'path="/v1/completions",status="500"} 2.0' in httpx.get(url + "/metrics").text
 
 
 def test_other_pages_may_not_call_unless_asked_for(url):

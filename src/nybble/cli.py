@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -139,8 +139,8 @@ def generate(
 @app.command
 def chat(
     model: Model, *, system: str | None = None, max_tokens: int = 1024, temperature: float | None = None,
-    top_p: float | None = None,
-    kv: Kv = "auto", activations: Activations = None, tensor_parallel: TensorParallel = None, device: Device = "auto",
+    top_p: float | None = None, kv: Kv = "auto", activations: Activations = None, tensor_parallel: TensorParallel = None,
+    device: Device = "auto",
 ) -> None:
     """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation.
 
@@ -475,17 +475,18 @@ def open_llm(model: Path, *, kv: str = "auto", device: str = "auto", **engine: A
 
 
 def stream_answer(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> str:
-    """Print text as it comes, then a line of figures on standard error. Returns the text."""
+    """Print text as it comes, then a line of figures on standard error. Returns the text. Ctrl-C ends it after a token, a
+    second one wherever it is."""
     import time
 
     start, first, response = time.perf_counter(), None, None
-    try:
+    with suppress(KeyboardInterrupt), gentle_interrupt() as interrupted:
         for piece in llm.stream(prompt, params):
             first = first or time.perf_counter()
             response = piece.response
             print(piece.text, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
+            if interrupted():
+                break
     print(flush=True)
     if response is None:
         return ""
@@ -496,6 +497,23 @@ def stream_answer(llm: LLM, prompt: str | list[dict[str, str]], params: Sampling
     if response.error:
         raise RuntimeError(response.error)
     return response.text
+
+
+@contextmanager
+def gentle_interrupt() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, for who looks between two steps of work; the second one raises KeyboardInterrupt."""
+    pressed: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Response:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_token_len: int = 0
     cached_tokens: int = 0
     index: int = 0
@@ -80,6 +81,7 @@ class LLM:
         self._ids = count()
         self._mail: dict[str, list[Delta | Refused]] = {}  # request -> its call's inbox: streams may be read by turns
         self._turn = Lock()  # threads that share this take turns at the engine; a step serves all of their requests
+        self._left: list[str] = []  # requests whose callers left before their end
 
     def __enter__(self) -> LLM:
         return self
@@ -135,8 +137,8 @@ class LLM:
 
     def chat(self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None) -> Any:
         """Like `generate`, for lists of {"role", "content"} messages through the model's chat template."""
-        single = bool(conversations) and isinstance(conversations[0], dict)
-        prompts = self.render(conversations) if single else [self.render(messages) for messages in conversations]
+        several = isinstance(conversations, (list, tuple)) and not (conversations and isinstance(conversations[0], dict))
+        prompts = [self.render(messages) for messages in conversations] if several else self.render(conversations)
         return self.generate(prompts, params or self.get_default_sampling_params(max_tokens=None))
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Piece]:
@@ -186,6 +188,7 @@ class LLM:
             while live:
                 with self._turn:
                     if not inbox:
+                        self._abort_left()
                         for event in self._opened().step():
                             self._mail.get(event.request_id, []).append(event)
                     events, inbox[:] = inbox[:], []
@@ -197,11 +200,22 @@ class LLM:
                         raise ValueError(f"prompt {response.index}: {event.message} ({event.field})")
                     yield from self._advance(event, live)
         finally:
-            with self._turn:
-                for request_id in live if "engine" in self.__dict__ else ():
-                    self.engine.abort(request_id)
-                for submit in submits:
-                    del self._mail[submit.request_id]
+            for submit in submits:
+                del self._mail[submit.request_id]
+            self._left += live
+            while self._left and self._turn.acquire(blocking=False):  # else who is at the engine does it
+                try:
+                    self._abort_left()
+                finally:
+                    self._turn.release()
+
+    def _abort_left(self) -> None:
+        """By whoever has the turn. Nobody waits for it in order to leave: a stream that is forgotten ends where Python collects
+        it, and that may be in the middle of a step."""
+        while self._left:
+            request_id = self._left.pop()
+            if "engine" in self.__dict__:
+                self.engine.abort(request_id)
 
     def _advance(self, delta: Delta, live: dict[str, list[tuple[Response, TextStream]]]) -> Iterator[Piece]:
         response, stream = live[delta.request_id][delta.index]
@@ -211,6 +225,7 @@ class LLM:
         response.text += text
         response.token_ids += delta.token_ids[:used]
         response.logprobs += (delta.logprobs or [])[:used]
+        response.prompt_logprobs += delta.prompt_logprobs or []
         response.cached_tokens, response.error = delta.cached_tokens, delta.error
         if response.finish_reason is not None:
             if all(other.finish_reason is not None for other, _ in live[delta.request_id]):

@@ -65,8 +65,8 @@ def run(
     Raises ValueError.
     A closed loop: the next request is sent when one has ended. order: "longest" answers first, or "arrival". decode_ms_step
     is the median over steps in which all `concurrency` rows generate, gpu_busy the share of decode steps in which the device
-    works, host_ms_step what the host does per step beside waiting, ttft_p50 the median seconds from a request to its first
-    token, itl_p99 the seconds between two tokens of a request that one of a hundred exceeds.
+    works, host_ms_step what the host does per step beside waiting, ttft_p50 the median seconds (`unit`) from a request to its
+    first token, itl_p99 the seconds between two tokens of a request that one of a hundred exceeds.
     """
     from nybble.engine.config import EngineConfig
     from nybble.engine.core import Engine
@@ -160,6 +160,7 @@ def run(
         "host_ms_step": round((after.host_s - before.host_s) / (after.steps - before.steps) * 1e3, 3),
         "ttft_p50": round(median(firsts), 4),
         "itl_p99": round(sorted(gaps)[len(gaps) * 99 // 100], 4) if gaps else None,
+        "unit": "s",
         "wall_s": round(seconds, 3),
         "device": describe(target),
         "command": f"nybble bench offline {shlex.quote(model)} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "

@@ -24,7 +24,7 @@ from nybble.checkpoint.compressed import TURNED, on_integer_grid, read_compresse
 from nybble.checkpoint.gguf import open_gguf
 from nybble.checkpoint.kv import FNUZ_FACTORS, Scale, kv_of_config, pair, read_scales, role_of
 from nybble.checkpoint.reading import LinearSource, Reading, with_int8_activations
-from nybble.checkpoint.store import Store, open_safetensors
+from nybble.checkpoint.store import Store, open_safetensors, stamp
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, PER_TOKEN_INT8, SCHEMES, Spec, describe
 from nybble.text.errors import held, read_json
@@ -234,8 +234,13 @@ def open_checkpoint(path: str | Path, activations: str | None = None) -> Checkpo
     if file := find_gguf(path):
         config, store, reading = _fitting(f"{path}: it is not what llama.cpp writes", partial(open_gguf, file))
     elif (path / "config.json").is_file():
+        before = stamp(path / "config.json")
         config = read_json(path / "config.json")
-        store, reading = _read(path, find_quantization(path, config))
+        try:
+            store, reading = _read(path, find_quantization(path, config))
+        finally:  # whatever else is wrong then
+            if stamp(path / "config.json") != before:
+                raise ValueError(f"{path} has changed while it was being read: start again")
     else:
         raise FileNotFoundError(f"{path} is neither a .gguf file nor a directory with a config.json")
     if str(config.get("model_type")).endswith(TURNED) and not reading.hadamard:

@@ -11,10 +11,11 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+Stamp = tuple[int, int]
 
 
 class Place(NamedTuple):
@@ -98,14 +100,14 @@ def read_header(file: Path) -> dict[str, Place]:
         with safe_open(file, "np"), file.open("rb") as opened:  # the first checks that
             length = int.from_bytes(opened.read(8), "little")
             entries = json.loads(opened.read(length), object_pairs_hook=partial(_once, file))
-            stamp = _stamp(opened)
+            found = stamp(opened.fileno())
     except SafetensorError as error:
         raise BrokenFile(file, str(error)) from error
     entries.pop("__metadata__", None)
     places = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         kind, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        read = partial(_read, file, stamp, 8 + length + first, last - first, DTYPES.get(kind), shape)
+        read = partial(_read, file, found, 8 + length + first, last - first, DTYPES.get(kind), shape)
         places[name] = Place(shape, DTYPES.get(kind), kind, read)
     return places
 
@@ -118,18 +120,20 @@ def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read(file: Path, stamp: tuple[int, int], start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _read(file: Path, before: Stamp, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     with file.open("rb") as opened:
-        if _stamp(opened) != stamp:
+        if stamp(opened.fileno()) != before:
             raise ValueError(f"{file} has changed while it was being read: start again")
         raw = np.fromfile(opened, np.uint8, size, offset=start)
     return torch.from_numpy(raw).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)  # no view of nothing
 
 
-def _stamp(file: BinaryIO) -> tuple[int, int]:
-    """What tells that a file is another now."""
-    found = os.fstat(file.fileno())
-    return found.st_mtime_ns, found.st_size
+def stamp(file: Path | int) -> Stamp | None:
+    """What tells that a file (or a descriptor's) is another now; None where there is none any more."""
+    with suppress(FileNotFoundError):
+        found = os.stat(file)
+        return found.st_mtime_ns, found.st_size
+    return None
 
 
 def _index(path: Path) -> dict[str, str]:

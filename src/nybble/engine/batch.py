@@ -6,7 +6,7 @@ can be replayed on them. Nothing here looks at a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -44,6 +44,7 @@ class Batch:
     draws: Draws | None  # None: all greedy and plain
     logprob_rows: list[int]  # of the samples
     logprob_count: int  # most alternatives any of them wants
+    scored: Callable[[], list] | None = None  # waits for the log-probabilities of prompt rows
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):

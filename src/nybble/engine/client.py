@@ -60,7 +60,8 @@ def joined(arrived: list[Delta | Refused | EngineDied]) -> list[Delta | Refused 
         before = out[-1]
         if isinstance(before, Delta) and isinstance(after, Delta) and before.index == after.index and after.token_ids:
             logprobs = None if after.logprobs is None else [*(before.logprobs or ()), *after.logprobs]
-            out[-1] = msgspec.structs.replace(after, token_ids=before.token_ids + after.token_ids, logprobs=logprobs)
+            out[-1] = msgspec.structs.replace(after, token_ids=before.token_ids + after.token_ids, logprobs=logprobs,
+                                              prompt_logprobs=before.prompt_logprobs)
         else:
             out.append(after)
     return out

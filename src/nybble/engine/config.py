@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -75,10 +75,13 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampled(NamedTuple):
-    """What a step drew, one entry per row in `Plan.samples`. A negative token: the row had no finite logits."""
+    """What a step drew, one entry per row in `Plan.samples`. A negative token: the row had no finite logits.
+
+    scored: of prompt rows that want it: the row, a position in the prompt, log-probabilities of the tokens from there on."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None] | None = None
+    scored: Sequence[tuple[int, int, list[TokenLogprob]]] = ()
 
 
 @runtime_checkable

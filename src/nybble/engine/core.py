@@ -130,6 +130,8 @@ class Engine:
         for name in ("stop_token_ids", "logit_bias"):
             if (ids := getattr(params, name)) and not 0 <= min(ids) <= max(ids) < vocab:
                 return name, f"ids must be in 0 to {vocab - 1}, the model's vocabulary"
+        if params.prompt_logprobs is not None and self.config.tensor_parallel > 1:
+            return "prompt_logprobs", "log-probabilities of a prompt are not computed with tensor_parallel: use one device"
         if params.grammar is not None and (self.grammars is None or not self.config.eos_ids):
             return params.grammar.field, "a grammar wants a model whose tokenizer and EOS are known; this one's are not"
         return None
@@ -171,6 +173,19 @@ class Engine:
             raise RuntimeError(f"the device is lost until the process is started anew: {self._lost}") from self._lost
         begin, waited = time.perf_counter(), self._waited_s
         answers, self._answers = self._answers, []
+        try:
+            self._step(answers)
+        except BaseException:  # Ctrl-C: nobody knows what the blocks of those that run hold
+            for request in list(self.scheduler.running):
+                self._fail_one(request, "the step was interrupted", answers)
+            self._answers, self._in_flight = answers, None
+            if self.config.tensor_parallel > 1:  # as in `_fail`
+                self._lost = RuntimeError("a step was interrupted, in which other ranks wait")
+            raise
+        self._host_s += time.perf_counter() - begin - (self._waited_s - waited)
+        return answers
+
+    def _step(self, answers: list[Delta | Refused]) -> None:
         self._add_compiled(answers)
         launched = self._launch(answers)
         if self.runner.overlap:
@@ -182,8 +197,6 @@ class Engine:
         elif self._compiling and self._in_flight is None:
             futures.wait([one for _, one in self._compiling], COMPILING_WAIT_S, futures.FIRST_COMPLETED)
         self._in_flight = self._draw(self._in_flight, answers)
-        self._host_s += time.perf_counter() - begin - (self._waited_s - waited)
-        return answers
 
     def _launch(self, answers: list[Delta | Refused]) -> Launched | None:
         plan = self.scheduler.plan()
@@ -216,7 +229,7 @@ class Engine:
     def _collect(self, plan: Plan, wait: Callable[[], Sampled], answers: list[Delta | Refused]) -> None:
         begin = time.perf_counter()
         try:
-            tokens, logprobs = wait()
+            tokens, logprobs, scored = wait()
             self._waited_s += time.perf_counter() - begin
         except Exception as error:
             self._fail(plan, error, answers)
@@ -225,6 +238,8 @@ class Engine:
                 self._in_flight = None
             return
         scheduler = self.scheduler
+        for row, position, entries in scored:
+            plan.requests[row].prompt_logprobs[position : position + len(entries)] = entries
         for i, (row, token) in enumerate(zip(plan.samples, tokens)):
             request = plan.requests[row]
             if request.finish_reason is not None:
@@ -244,7 +259,9 @@ class Engine:
             if reason is not None:
                 self._end(request, reason)
             entries = None if logprobs is None or logprobs[i] is None else [logprobs[i]]
-            answers.append(Delta(request.request_id, request.index, [token], entries, reason, request.cached_tokens))
+            prompt = request.prompt_logprobs if request.num_generated == 1 else None
+            answers.append(Delta(request.request_id, request.index, [token], entries, reason, request.cached_tokens,
+                                 prompt_logprobs=prompt))
 
     def _fail(self, plan: Plan, error: Exception, answers: list[Delta | Refused]) -> None:
         """A step did not run: its requests fail, and with them what it may not have computed leaves the prefix cache."""

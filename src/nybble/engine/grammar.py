@@ -38,7 +38,8 @@ class Grammars:
             self._tokenizer  # noqa: B018
 
     def compile(self, grammar: Grammar) -> Future[Any]:
-        what = "these tools" if grammar.field == "tools" else f"this {grammar.kind}"
+        made = {"tools": "these tools", "response_format": "this response_format, or these tools,"}  # of which the grammar is
+        what = made.get(grammar.field, "this lark") if grammar.kind == "lark" else f"this {grammar.kind}"
         return self._threads.submit(self._compiled, grammar.kind, grammar.text, what)
 
     def masks(self, matchers: Sequence[Any]) -> np.ndarray:

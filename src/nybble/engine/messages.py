@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n")
-OPTIONAL = ("seed", "max_tokens", "logprobs")
+WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "n")
+OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 # Between tokens of JSON: nothing, a space, or a new line and its indentation. Without a bound some models never stop.
 JSON_SPACE = {"whitespace_pattern": r"( ?|\n {0,16})"}
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -37,13 +37,14 @@ class Grammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p in [0, 1] ([0, 1) for min_p). Penalties follow the OpenAI and
-    Hugging Face definitions: presence and frequency on generated tokens, repetition (CTRL, arXiv 1909.05858) on prompt and
-    generated tokens. seed: the request's own random stream, independent of what else is in the batch.
+    temperature: 0 is greedy. top_k: 0 is off, and so is -1, as in vLLM. top_p, min_p in [0, 1] ([0, 1) for min_p). Penalties
+    follow the OpenAI and Hugging Face definitions: presence and frequency on generated tokens, repetition (CTRL, arXiv
+    1909.05858) on prompt and generated tokens. seed: the request's own random stream, independent of what else is in the batch.
     logit_bias: what is added to the logits of token ids, before all else.
     stop: strings (or one), cut from the text unless `include_stop`; so is the text of the id that ended the request.
     stop_token_ids: ids that end it, like EOS.
     max_tokens: None is up to the context's end. logprobs: None, or how many top alternatives per token (0: the chosen only).
+    prompt_logprobs: the same of the prompt's tokens, which are all computed then, whether or not they are in the prefix cache.
     n: completions per prompt; with a seed, completion i draws from its own stream. grammar: what the answer has to match.
     """
 
@@ -63,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     max_tokens: int | None = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
@@ -70,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # else its letters would be the stop strings
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        if self.top_k == -1:
+            msgspec.structs.force_setattr(self, "top_k", 0)
         for name in WHOLE:
             value = getattr(self, name)
             if type(value) is not int and not (value is None and name in OPTIONAL):
@@ -91,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more, or None"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20, or None"),
+            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "0 to 20, or None"),
             ("n", 1 <= self.n <= 128, "1 to 128"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1, or None"),
             ("stop", all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
@@ -134,15 +139,18 @@ ToEngine = Submit | Abort | Ask | Beat | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """logprob: None for the first token of a prompt, which nothing predicts."""
+
     token_id: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
     """New tokens of one completion (`index` < n). Text is made by the client (`text.detokenize`); stop strings too, which
     then sends `Abort`. finish_reason: None while running, else "stop" | "length" | "abort" | "error". The id that stopped a
-    completion (EOS, `stop_token_ids`) is the last of its token_ids: it was generated, and counts."""
+    completion (EOS, `stop_token_ids`) is the last of its token_ids: it was generated, and counts. prompt_logprobs: of all the
+    prompt's tokens, in the first delta, where they are wanted."""
 
     request_id: str
     index: int
@@ -151,6 +159,7 @@ class Delta(msgspec.Struct, frozen=True, tag=True):
     finish_reason: str | None = None
     cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

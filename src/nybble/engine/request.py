@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nybble.engine.messages import SamplingParams
+from nybble.engine.messages import SamplingParams, TokenLogprob
 
 NO_SLOT = -1
 _WORD = 2**64 - 1
@@ -20,8 +20,8 @@ class Request:
 
     __slots__ = (
         "admission", "blocks", "cached_tokens", "chain", "finish_reason", "grammar", "index", "max_tokens_total",
-        "num_computed", "num_prompt",
-        "num_registered", "num_tokens", "params", "penalized", "plain", "request_id", "seed", "slot", "stop_ids", "tokens",
+        "num_computed", "num_prompt", "num_registered", "num_tokens", "params", "penalized", "plain", "prompt_logprobs",
+        "request_id", "seed", "slot", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,9 @@ class Request:
         self.slot = NO_SLOT  # row of the device's token pool and block tables while running
         self.admission = 0  # serial number of the last time it was given blocks and a slot
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None  # one by one as prompt rows are computed, if wanted
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [TokenLogprob(prompt[0], None, []), *[None] * (len(prompt) - 1)]
         self.finish_reason: str | None = None
         self.grammar: Any = None  # `grammar.Matcher` of its own: what `tokens` has generated is behind it
         self.penalized = (

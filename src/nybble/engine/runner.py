@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from nybble.engine.messages import SamplingParams, TokenLogprob
 from nybble.engine.request import Request
 from nybble.engine.sampler import Counts, greedy, index, logprobs, sample
 from nybble.engine.scheduler import Limits, Plan
+from nybble.formats.spec import PER_TOKEN_INT8
 from nybble.kernels import selftest
 from nybble.kernels.types import LayerKV, Step
 from nybble.models.decoder import Pieces, attend
@@ -83,7 +85,7 @@ class ModelRunner:
         weights = torch.cuda.memory_allocated(device) if cuda else 0
         cache = lambda blocks: allocate(shape, kv, blocks, config.block_size, device, scales=kv_scales)  # noqa: E731
         if cuda:
-            self._check_attention(cache(1)[0])
+            self._check_attention(cache(1)[0], config.max_batch)
         workspace = self._measure(limits, tokens, cache) if cuda else 0
         records = cuda and config.graphs is not False
         graphs = self._measure_graphs(config.max_batch, cache) if records else 0
@@ -106,11 +108,14 @@ class ModelRunner:
         self.memory = MemoryPlan(weights, workspace, graphs, self.num_blocks * block_bytes, self.num_blocks, config.block_size,
                                  self.bytes_per_token)
 
-    def _check_attention(self, kv: LayerKV) -> None:
+    def _check_attention(self, kv: LayerKV, max_batch: int) -> None:
         """Raises RuntimeError when attention over caches like this one is off on this device."""
+        attention = self.model.layers[0].attention
+        if attention.ops.compile_decode is not None:
+            quantize = attention.o.takes == PER_TOKEN_INT8
+            attention.ops.compile_decode(kv, self.model.config.num_heads, self.model.dtype, max_batch, quantize)
         for window in set(self.model.config.windows):
-            ops = self.model.layers[0].attention.ops
-            selftest.check_attention(ops, kv, self.model.config.num_heads, window, self.model.dtype)
+            selftest.check_attention(attention.ops, kv, self.model.config.num_heads, window, self.model.dtype)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[..., Any]:
@@ -125,10 +130,13 @@ class ModelRunner:
         if self.tell is not None:
             self.tell(self._stage.staged(batch, graph))
         begin = self._mark()
-        logits, tokens = (result if result is None else result[:rows] for result in self._run(batch, graph))
+        logits, tokens, scored = self._run(batch, graph, plan)
+        if scored is not None:
+            batch = replace(batch, scored=scored)
+        logits, tokens = (result if result is None else result[:rows] for result in (logits, tokens))
         if not requests:
             self._last = None
-            return lambda: Sampled([])
+            return lambda: Sampled([], None, scored() if scored else ())
         if batch.draws is not None and batch.draws.penalized is not None:
             self._count(requests)  # now: one that ends before a grammar lets it draw has no slot then
         rest = (logits, tokens, batch, requests, begin if decodes else None)
@@ -139,18 +147,51 @@ class ModelRunner:
     def follow(self, staged: Staged) -> None:
         """Run a step that rank 0 has packed."""
         batch = self._stage.repeat(staged)
-        logits, tokens = self._run(batch, staged.graph)
+        logits, tokens, _ = self._run(batch, staged.graph)
         if staged.drawn:
             self._share_pool()
         elif logits is not None and tokens is None:
             self._greedy(logits, batch.slots)
 
-    def _run(self, batch: Batch, graph: str) -> tuple[Tensor | None, Tensor | None]:
-        """-> logits and greedy tokens, or None what is not computed."""
+    def _run(self, batch: Batch, graph: str,
+             plan: Plan | None = None) -> tuple[Tensor | None, Tensor | None, Callable[[], list] | None]:
+        """-> logits, greedy tokens and what waits for the plan's `Sampled.scored`, or None what is not computed."""
         if graph == "decode":
-            return self._decode.run(batch.step, batch.slots)
+            return *self._decode.run(batch.step, batch.slots), None
         x, residual = self._mixed.run(batch.step) if graph else attend(self._pieces(batch.step), batch.step)
-        return self.model.logits(self.model.final(x, residual, batch.step)) if len(batch.slots) else None, None
+        scored = None if plan is None else self._score(x, residual, batch.step, plan)
+        return self.model.logits(self.model.final(x, residual, batch.step)) if len(batch.slots) else None, None, scored
+
+    def _score(self, x: Tensor, residual: Tensor | None, step: Step, plan: Plan) -> Callable[[], list] | None:
+        """Prompt rows that want log-probabilities, `max_batch` logits at a time: as many as the largest step has."""
+        spans: list[tuple[int, int, int]] = []  # row, position of its first target, how many
+        rows, targets, count, first = [], [], 0, plan.num_decode
+        for row in range(plan.num_decode, len(plan.requests)):
+            request, start, tokens = plan.requests[row], plan.starts[row], plan.counts[row]
+            if request.prompt_logprobs is not None:
+                following = request.tokens[start + 1 : min(start + tokens + 1, request.num_prompt)]
+                spans.append((row, start + 1, len(following)))
+                rows += range(first, first + len(following))
+                targets += following
+                count = max(count, request.params.prompt_logprobs)
+            first += tokens
+        if not targets:
+            return None
+        parts = []
+        for some, following in zip(*(index(whole, self.device).split(len(self._counted)) for whole in (rows, targets))):
+            hidden = self.model.final(x, residual, replace(step, logit_rows=some))
+            parts.append(logprobs(self.model.logits(hidden), following, count))
+        wait = self._to_host([torch.cat(part) for part in zip(*parts)], None)
+
+        def scored() -> list[tuple[int, int, list[TokenLogprob]]]:
+            every, out = zip(targets, *wait()), []
+            for row, position, length in spans:
+                most = plan.requests[row].params.prompt_logprobs
+                out.append((row, position, [TokenLogprob(token, chosen, list(zip(ids, values))[:most])
+                                            for token, chosen, values, ids in islice(every, length)]))
+            return out
+
+        return scored
 
     @property
     def lost(self) -> str | None:
@@ -216,13 +257,14 @@ class ModelRunner:
 
         def sampled() -> Sampled:
             drawn, *extra = wait()
+            scored = batch.scored() if batch.scored else ()
             if not extra:
-                return Sampled(drawn)
+                return Sampled(drawn, None, scored)
             entries: list[TokenLogprob | None] = [None] * len(drawn)
             for row, chosen, values, ids in zip(batch.logprob_rows, *extra):
                 count = requests[row].params.logprobs
                 entries[row] = TokenLogprob(drawn[row], chosen, list(zip(ids, values))[:count])
-            return Sampled(drawn, entries)
+            return Sampled(drawn, entries, scored)
 
         return sampled
 

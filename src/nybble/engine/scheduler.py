@@ -204,8 +204,9 @@ class Scheduler:
             return False
         if self._blocked:
             return False
-        # The last token is always computed: its logits draw the next one.
-        blocks, chain = self.pool.match(request.tokens, request.num_prompt, request.num_tokens - 1)
+        # The last token is always computed: its logits draw the next one. All are where their log-probabilities are wanted.
+        most = request.num_tokens - 1 if request.prompt_logprobs is None else 0
+        blocks, chain = self.pool.match(request.tokens, request.num_prompt, most)
         wanted = -(-request.num_tokens // self.limits.block_size) - len(blocks)
         # Room for every running request to grow by a block, else a newcomer is soon preempted and computed twice.
         if wanted + len(self.running) > self.pool.available:

@@ -23,30 +23,38 @@ DIM, TILE_BYTES = 128, 4096
 TILES = {"int8": attention_triton.decode_tiles(DIM, 8), "int4": attention_triton.decode_tiles(DIM, 4)}
 MOST_PARTIAL_BYTES = 32768  # of a (row, KV head)'s partial sums
 MOST_ROWS = 4096
-MOST_AT_ONCE = 4096  # (row, KV head) pairs; what is around the attention of more is done faster by kernels of its own
+# (row, KV head) pairs; what is around the attention of more is done as fast by kernels of its own.
+MOST_AT_ONCE = {"int8": 1 << 31, "int4": 4096}
 # Longest context of at most so many (row, KV head) pairs: `attention_triton` shares longer rows among more programs.
 LONGEST = ((31, 512), (330, 1024), (1056, 2048), (1 << 31, 4096))
 
 
 class Shape(NamedTuple):
-    """Who works on a (row, KV head): blocks of a cluster, warps of each; tiles of K and V that a warp has in flight; blocks
-    that a processor holds. None of it moves a bit."""
+    """Who works on a (row, KV head): blocks of a cluster, warps of each; tiles, of K and V in turn, that a warp has in flight;
+    blocks that a processor holds. None of it moves a bit."""
 
     warps: int
-    stages: int
+    ring: int
     cluster: int
     resident: int
 
 
-def shape_for(name: str, pairs: int, count: int = 132) -> Shape:
-    """For so many (row, KV head) pairs on `count` processors; from an H200, 1 to 128 rows of Llama-2-13B and Llama-3-8B."""
+def shape_for(name: str, pairs: int, group: int, count: int = 132) -> Shape:
+    """For so many (row, KV head) pairs with `group` query heads each on `count` processors; from an H200, 1 to 256 rows of
+    Llama-2-13B and Llama-3-8B, of equal and of different lengths."""
     if pairs <= count:
-        return Shape(8, 2, 1, 1)
-    if pairs <= 2 * count and name == "int8":
-        return Shape(8, 1, 1, 2)
-    if pairs <= 5 * count // 2:
-        return Shape(4, 1, 2, 4)
-    return Shape(4, 2, 1, 2) if pairs <= 6 * count and name == "int8" else Shape(2, 1, 1, 8)
+        return Shape(8, 4, 1, 1)
+    if name == "int8":
+        if pairs <= 6 * count:
+            return Shape(8, 2, 1, 2) if pairs <= 2 * count else Shape(4, 4, 1, 2)
+        return Shape(4, 3, 1, 4) if group > 1 or pairs <= 9 * count else Shape(3, 3, 1, 5)
+    if pairs <= 2 * count:
+        return Shape(4, 2, 2, 4)
+    if pairs <= (4 if group == 1 else 0) * count:
+        return Shape(4, 3, 1, 3)
+    if pairs <= (9 if group == 1 else 6) * count:
+        return Shape(4, 2, 1, 4)
+    return Shape(3, 2, 1, 5) if group == 1 and pairs <= 16 * count else Shape(2, 2, 1, 8)
 
 
 class Arguments(ctypes.Structure):
@@ -56,14 +64,14 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "table", "context", "position", "slot", "cos_sin", "k", "v", "k_params",
                                                "v_params", "out", "codes", "scale", "arrivals")),
         *((name, ctypes.c_float) for name in ("q_scale", "v_scale")),
-        *((name, ctypes.c_int) for name in ("table_width", "blocks", "splits")),
+        *((name, ctypes.c_int) for name in ("table_width", "blocks", "splits", "sees_own")),
     ]  # fmt: skip
 
 
 def source_and_defines(shape: Shape, name: str, heads: int, group: int, block_size: int, fused: bool, quantize: bool, out: int
                        ) -> tuple[str, dict[str, int]]:
     defines = {"INT4": int(name == "int4"), "HEADS": heads, "GROUP": group, "BLOCK_SIZE": block_size, "WARPS": shape.warps,
-               "STAGES": shape.stages, "CLUSTER": shape.cluster, "RESIDENT": shape.resident,
+               "RING": shape.ring, "CLUSTER": shape.cluster, "RESIDENT": shape.resident,
                "FUSED": int(fused), "QUANTIZE": int(quantize), "OUT": out}  # fmt: skip
     return nvrtc.source("decode_sm90.cu"), defines
 
@@ -72,7 +80,7 @@ def shared_bytes(shape: Shape, name: str, group: int, blocks: int, splits: int) 
     """The layout is the .cu's."""
     sets, codes, tile = (2, 64, 64) if name == "int4" else (1, 128, 32)
     portions = shape.warps * sets * (1 << (group - 1).bit_length()) * (tile * 2 + 16)
-    stats_at = shape.warps * shape.stages * (2 * TILE_BYTES + 2 * sets * tile * 4 + 16) + portions + group * DIM * 2
+    stats_at = -(-shape.warps * shape.ring * (TILE_BYTES + sets * tile * 4 + 8) // 16) * 16 + portions + group * DIM * 2
     table_at = -(-(stats_at + group * (1 + sets) * 4) // 16) * 16 + 2 * codes + 32
     return table_at + -(-blocks * 4 // 16) * 16 + splits * group * (DIM * 4 + 8)
 
@@ -84,22 +92,41 @@ def kernel(device: int, *defined: Any) -> ctypes.c_void_p:
     return nvrtc.load(code, "decode", nvrtc.MOST_BYTES, device)
 
 
+def compile_ahead(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool) -> None:
+    """What `run` will be asked for, by steps of up to so many rows over a cache like `kv`: start compiling it."""
+    _, kv_heads, block_size, _ = kv.v.shape
+    group, count = heads // kv_heads, nvrtc.processors(kv.v.device.index)
+    if dtype not in OUT or not _takes(kv, heads):
+        return
+    kinds = {(shape_for(kv.name, pairs, group, count), fused) for pairs in range(kv_heads, rows * kv_heads + 1, kv_heads)
+             for fused in (False, True) if not fused or pairs <= MOST_AT_ONCE[kv.name]}
+    nvrtc.compile_ahead(source_and_defines(shape, kv.name, kv_heads, group, block_size, fused, fused and quantize, OUT[dtype])
+                        for shape, fused in sorted(kinds))
+
+
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
+def _takes(kv: LayerKV, heads: int) -> bool:
+    """Whether there is a kernel for a cache like `kv` at all, under so many query heads."""
+    _, kv_heads, block_size, width = kv.v.shape
+    tiles = TILES.get(kv.name)
+    if tiles is None or heads % kv_heads or heads // kv_heads > 8:
+        return False
+    return width * (2 if kv.name == "int4" else 1) == DIM and block_size % tiles.tile == 0
+
+
 def fits(x: Tensor, heads: int, kv: LayerKV, step: Step, rotary: int, window: int) -> bool:
     """x: queries or projections, `heads` of them queries."""
-    if x.dtype not in OUT or kv.name not in TILES or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
+    if x.dtype not in OUT or not _takes(kv, heads) or rotary != DIM or window or not 0 < step.num_decode <= MOST_ROWS:
         return False
-    _, kv_heads, block_size, width = kv.v.shape
-    tiles, group = TILES[kv.name], heads // kv_heads
-    if width * (2 if kv.name == "int4" else 1) != DIM or heads % kv_heads or group > 8 or block_size % tiles.tile:
-        return False
+    kv_heads, tiles = kv.v.shape[1], TILES[kv.name]
+    group = heads // kv_heads
     pairs, splits = step.num_decode * kv_heads, attention_triton.split_count(step.max_context, tiles)
     longest = next(longest for most, longest in LONGEST if pairs <= most)
-    if step.max_context > longest or x.ndim == 2 and pairs > MOST_AT_ONCE:
+    if step.max_context > longest or x.ndim == 2 and pairs > MOST_AT_ONCE[kv.name]:
         return False
     aligned = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, kv.k, kv.v, kv.k_params, kv.v_params))
     return splits * group * DIM * 4 <= MOST_PARTIAL_BYTES and aligned
@@ -111,7 +138,7 @@ def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: T
     -> [T, heads, DIM] in x's dtype (`out`, if given), or its int8 rows. Only what `fits`."""
     rows, device = step.num_decode, x.device
     _, kv_heads, block_size, _ = kv.v.shape
-    shape = shape or shape_for(kv.name, rows * kv_heads, nvrtc.processors(device.index))
+    shape = shape or shape_for(kv.name, rows * kv_heads, heads // kv_heads, nvrtc.processors(device.index))
     out = torch.empty((rows, heads, DIM), dtype=x.dtype, device=device) if out is None else out
     codes = torch.empty((rows, heads * DIM), dtype=torch.int8, device=device) if quantize else None
     by = torch.empty(rows, dtype=torch.float32, device=device) if quantize else None
@@ -119,7 +146,7 @@ def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: T
     tensors = (x, step.block_table, step.context_len, step.positions, step.slots, cos_sin, kv.k, kv.v, kv.k_params, kv.v_params,
                out, codes, by, _arrivals(device))
     arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), scale * LOG2_E * kv.k_scale, kv.v_scale,
-                          step.block_table.shape[1], min(blocks, step.block_table.shape[1]), splits)
+                          step.block_table.shape[1], min(blocks, step.block_table.shape[1]), splits, step.sees_own)
     maps = (nvrtc.bytes_map(t.data_ptr(), t.numel() // 128, 128, TILE_BYTES // 128) for t in (kv.k, kv.v))
     group = heads // kv_heads
     nvrtc.launch(

@@ -7,7 +7,8 @@
 // and of V, in the order of memory with the 128-byte swizzle. Partial sums of all splits meet in shared memory. The block that
 // finishes a row last quantizes it.
 //
-// Defined by the host: INT4, HEADS (of KV), GROUP (query heads of each, at most 8), BLOCK_SIZE, WARPS, STAGES, CLUSTER, RESIDENT,
+// Defined by the host: INT4, HEADS (of KV), GROUP (query heads of each, at most 8), BLOCK_SIZE, WARPS, RING (tiles of
+// K and V in turn that a warp has in flight), CLUSTER, RESIDENT,
 // FUSED, QUANTIZE, and OUT (0 bf16, 1 fp16: queries and outputs). Heads have 128 channels.
 
 constexpr int DIM = 128, PLANES = INT4 ? 4 : 2, UNITS = DIM / PLANES, SETS = INT4 ? 2 : 1, TILE = INT4 ? 64 : 32;
@@ -20,8 +21,8 @@ constexpr int EIGHTS = TILE / 8 / SHARERS, EVERY = 4 / SHARERS, PORTION = TILE *
 constexpr float SCORE_UNIT = INT4 ? 1.f / (1 << 20) : 1.f / (1 << 24);
 constexpr int TILE_BYTES = 4096, PARAM_BYTES = SETS * TILE * 4;
 constexpr int Q_HEADS = HEADS * GROUP, ROW_HEADS = FUSED ? Q_HEADS + 2 * HEADS : Q_HEADS;
-constexpr int PARAMS_AT = WARPS * STAGES * 2 * TILE_BYTES, BARRIERS_AT = PARAMS_AT + WARPS * STAGES * 2 * PARAM_BYTES;
-constexpr int PORTIONS_AT = BARRIERS_AT + WARPS * STAGES * 16, Q_AT = PORTIONS_AT + WARPS * SETS * ALL * PORTION;
+constexpr int PARAMS_AT = WARPS * RING * TILE_BYTES, BARRIERS_AT = PARAMS_AT + WARPS * RING * PARAM_BYTES;
+constexpr int PORTIONS_AT = (BARRIERS_AT + WARPS * RING * 8 + 15) / 16 * 16, Q_AT = PORTIONS_AT + WARPS * SETS * ALL * PORTION;
 constexpr int STATS_AT = Q_AT + GROUP * DIM * 2;
 constexpr int FRESH_AT = (STATS_AT + GROUP * (1 + SETS) * 4 + 15) / 16 * 16;  // the new token: codes of K, of V, parameters
 constexpr int FLAG_AT = FRESH_AT + 2 * CODES + 16, TABLE_AT = FLAG_AT + 16;   // then blocks, partial sums, their tops, weights
@@ -40,6 +41,7 @@ struct Arguments {
   int* arrivals;  // zero between launches
   float q_scale, v_scale;
   int table_width, blocks, splits;
+  int sees_own;  // of this step's keys a row sees its own only: older tiles may be copied before the kernel ahead has ended
 };
 
 __device__ __forceinline__ int split_start(int split) {
@@ -185,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   extern __shared__ __align__(1024) char shared[];
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
   const int head = blockIdx.x / CLUSTER % HEADS, row = blockIdx.x / CLUSTER / HEADS;
-  const u32 base = shared_address(shared), ring = base + warp * STAGES * 2 * TILE_BYTES;
-  const u32 params = base + PARAMS_AT + warp * STAGES * 2 * PARAM_BYTES, barriers = base + BARRIERS_AT + warp * STAGES * 16;
+  const u32 base = shared_address(shared), ring = base + warp * RING * TILE_BYTES;
+  const u32 params = base + PARAMS_AT + warp * RING * PARAM_BYTES, barriers = base + BARRIERS_AT + warp * RING * 8;
   int* blocks = (int*)(shared + TABLE_AT);
   const int pieces_at = TABLE_AT + (a.blocks * 4 + 15) / 16 * 16, tops_at = pieces_at + a.splits * GROUP * DIM * 4;
   if (CLUSTER > 1) cluster_arrive();
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int context = a.context[row], count = split_count(context);
   for (int i = threadIdx.x; i < a.blocks; i += THREADS) blocks[i] = a.table[(size_t)row * a.table_width + i];
   if (lane == 0) {
-    for (int i = 0; i < 2 * STAGES; i++) init_barrier(barriers + 8 * i, 1);
+    for (int i = 0; i < RING; i++) init_barrier(barriers + 8 * i, 1);
     fence_barriers();
   }
   float cosine[2], sine[2];
@@ -205,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const float* angles = a.cos_sin + (size_t)a.position[row] * DIM;
 #pragma unroll
     for (int i = 0; i < 2; i++) cosine[i] = angles[channel_of(i, lane)], sine[i] = angles[DIM / 2 + channel_of(i, lane)];
-  } else {
-    wait_kernel_before();  // it wrote the newest token
   }
+  const bool early = FUSED || a.sees_own;
+  if (!early) wait_kernel_before();  // it wrote the newest tokens
   __syncthreads();
   auto begin = [&](Walk& w, int split) {
     w.split = split, w.first = split_start(split), w.end = min(context, split_start(split + 1));
@@ -215,23 +217,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   auto next = [&](Walk& w) {
     if ((w.first += TILE) >= w.end) begin(w, w.split + PARTS);
   };
-  auto copy = [&](const TensorMap* map, const u32* from, int which, int stage, const Walk& w) {
+  auto copy = [&](int is_v, int slot, const Walk& w) {
     if (lane || w.split >= count) return;
+    const TensorMap* map = is_v ? &v_map : &k_map;
+    const u32* from = is_v ? a.v_params : a.k_params;
     const int page = blocks[w.first / BLOCK_SIZE] * HEADS + head, inside = w.first % BLOCK_SIZE;
-    const u32 barrier = barriers + 8 * (2 * stage + which);
+    const u32 barrier = barriers + 8 * slot;
     expect(barrier, TILE_BYTES + PARAM_BYTES);
-    copy_box(ring + (2 * stage + which) * TILE_BYTES, map, 0, (page * BLOCK_SIZE + inside) / (INT4 ? 2 : 1), barrier, EVICT_FIRST);
+    copy_box(ring + slot * TILE_BYTES, map, 0, (page * BLOCK_SIZE + inside) / (INT4 ? 2 : 1), barrier, EVICT_FIRST);
     constexpr int RUNS = BLOCK_SIZE == TILE ? 1 : SETS;  // of parameters, side by side
 #pragma unroll
     for (int i = 0; i < RUNS; i++)
-      bulk_copy(params + (2 * stage + which) * PARAM_BYTES + i * TILE * 4,
+      bulk_copy(params + slot * PARAM_BYTES + i * TILE * 4,
                 from + (size_t)page * (BLOCK_SIZE * SETS) + i * BLOCK_SIZE + inside, PARAM_BYTES / RUNS, barrier, EVICT_FIRST);
   };
   Walk here, ahead;
-  begin(here, warp * CLUSTER + rank), ahead = here;
+  begin(here, warp * CLUSTER + rank);
+  auto fill = [&](bool newest, bool older) {  // the ring, as far as a tile holds the newest token or not
+    ahead = here;
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) copy(&k_map, a.k_params, 0, i, ahead), copy(&v_map, a.v_params, 1, i, ahead), next(ahead);
-  if (FUSED) wait_kernel_before();
+    for (int i = 0; i < RING; i++) {
+      if (ahead.first + TILE >= context ? newest : older) copy(i % 2, i, ahead);
+      if (i % 2) next(ahead);
+    }
+  };
+  fill(FUSED || !early, true);
+  if (early) wait_kernel_before();
+  if (!FUSED && early) fill(true, false);
 
   // Queries to fp16, divided by a power of two; the new token's K and V to codes.
   float* stats = (float*)(shared + STATS_AT);
@@ -346,9 +358,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const u32 portion_from = portions + column * PORTION + lane % 4 * (TILE / 2);
   float m[2] = {FLOOR, FLOOR}, weight[2][EVERY] = {}, bias[SETS][2][EVERY] = {}, acc[PLANES][STEPS][4] = {};
   for (int n = 0; here.split < count; n++) {
-    const int stage = n % STAGES, parity = n / STAGES & 1, fresh_at = context - 1 - here.first;
-    const u32 k_tile = ring + 2 * stage * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
-    const u32 k_param = params + 2 * stage * PARAM_BYTES, v_param = k_param + PARAM_BYTES;
+    const int k_slot = 2 * n % RING, v_slot = (2 * n + 1) % RING, fresh_at = context - 1 - here.first;
+    const u32 k_tile = ring + k_slot * TILE_BYTES, v_tile = ring + v_slot * TILE_BYTES;
+    const u32 k_param = params + k_slot * PARAM_BYTES, v_param = params + v_slot * PARAM_BYTES;
     auto patch = [&](u32 tile, u32 param, int is_v) {  // zeros behind the newest token, and itself if it was not there yet
       if (fresh_at >= TILE) return;
 #pragma unroll
@@ -373,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       scale = half_value(word & 0xFFFF), minimum = half_value(word >> 16);
     };
 
-    wait(barriers + 16 * stage, parity);
+    wait(barriers + 8 * k_slot, 2 * n / RING & 1);
     patch(k_tile, k_param, 0);
     float part[SETS][KEYS][4] = {};
 #pragma unroll
@@ -418,7 +430,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         largest[e] = fmaxf(largest[e], score[u][e]);
       }
     __syncwarp();
-    copy(&k_map, a.k_params, 0, stage, ahead);
+    copy(RING % 2, k_slot, ahead);  // what follows in the ring
+    if (RING % 2) next(ahead);
 
     float fade[2];
 #pragma unroll
@@ -435,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int i = 0; i < EVERY; i++) weight[e][i] = __fmaf_rn(weight[e][i], fade[e], sum[i]);
     }
 
-    wait(barriers + 16 * stage + 8, parity);
+    wait(barriers + 8 * v_slot, (2 * n + 1) / RING & 1);
     patch(v_tile, v_param, 1);
     // Weights to where a product's lanes want them: the queries' rows, in these keys two, of each eight, side by side.
 #pragma unroll
@@ -484,8 +497,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
       }
     __syncwarp();
-    copy(&v_map, a.v_params, 1, stage, ahead);
-    next(ahead);
+    copy(1 - RING % 2, v_slot, ahead);
+    if (RING % 2 == 0) next(ahead);
 
     if (here.first + TILE >= here.end) {  // the split's sums, over an integer power of two
       const u32 to = base + pieces_at + here.split * GROUP * DIM * 4, top_to = base + tops_at + here.split * GROUP * 8;

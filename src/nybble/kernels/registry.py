@@ -62,6 +62,7 @@ class Ops:
     turn_heads: Callable[[Tensor, Tensor], Tensor]
     silu_mul_part: Callable[..., Rows | None] | None = None  # see `ops_hopper`; not every device has it
     decode: Callable[..., Tensor | Rows] | None = None  # rope_write, attention and quantize_rows of generated tokens, at once
+    compile_decode: Callable[[LayerKV, int, torch.dtype, int, bool], None] | None = None  # starts on what steps will need
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,10 @@ def linear_kernels(device: torch.device) -> tuple[LinearKernel, ...]:
     from nybble.kernels import reference
 
     if device.type == "cuda":
-        from nybble.kernels import linear_hopper, linear_hopper_w4a16, linear_hopper_w8, linear_triton
+        from nybble.kernels import linear_hopper, linear_hopper_16, linear_hopper_w4a16, linear_hopper_w8, linear_triton
 
-        hopper = (*linear_hopper.KERNELS, *linear_hopper_w8.KERNELS, *linear_hopper_w4a16.KERNELS)
+        files = (linear_hopper, linear_hopper_w8, linear_hopper_w4a16, linear_hopper_16)
+        hopper = (kernel for file in files for kernel in file.KERNELS)
         return (*hopper, *linear_triton.KERNELS, *_with_zeros(), reference.SCALED_MM, *reference.KERNELS)
     from nybble.kernels import cpu
 

@@ -118,3 +118,10 @@ class Step:
     max_context: int  # at least the longest context
     logit_rows: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     max_prompt_context: int | None = None  # the same of prompt rows alone, where that is known
+
+    @property
+    def sees_own(self) -> bool:
+        """Generated tokens alone, and of this step's keys a row sees its own only. All of them draw then: a preempted request
+        that computes several again has rows that see each other's."""
+        drawing = self.num_decode if self.logit_rows is None else len(self.logit_rows)
+        return self.num_decode == len(self.slots) == drawing

@@ -57,12 +57,9 @@ class Attention:
         return seen if kv.v_heads is None else seen.mul_(self._per_query(kv.v_heads, q))
 
     def _at_once(self, kv: LayerKV, step: Step) -> bool:
-        """A step of generated tokens alone, with nothing between rotation and cache. All of them draw: a preempted request that
-        computes several again has rows that see each other's keys of this step."""
+        """Whether a step `sees_own`, and nothing lies between rotation and cache."""
         extras = (self.q_norm, self.k_norm, self._turn(kv), kv.k_heads, kv.v_heads)
-        drawing = step.num_decode if step.logit_rows is None else len(step.logit_rows)
-        return (self.ops.decode is not None and step.num_decode == len(step.slots) == drawing
-                and all(x is None for x in extras))
+        return self.ops.decode is not None and step.sees_own and all(x is None for x in extras)
 
     def _turn(self, kv: LayerKV) -> Turn | None:
         """A cache of 16 bits takes K and V as they are, and so does one whose scales were measured on them."""

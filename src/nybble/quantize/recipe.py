@@ -145,7 +145,11 @@ class Recipe:
         """From a TOML file, or of the checkpoint in a directory. Raises FileNotFoundError, and ValueError as `from_toml` or
         where no recipe is recorded."""
         if not Path(path).is_dir():
-            return from_toml(read_text(path))
+            try:
+                text = read_text(path)
+            except ValueError:
+                raise ValueError(f"{path} is no recipe: give a TOML file, or a directory that nybble quantize wrote") from None
+            return from_toml(text)
         ours = held(read_json(Path(path) / "config.json"), "nybble", dict, where=f"{path}/config.json") or {}
         recorded = dict(held(ours, "recipe", dict, where=f"{path}/config.json: nybble") or {})
         recorded.pop("converted_from", None)  # what came after it was made

@@ -19,14 +19,14 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 class Answer:
-    """What the shapes of chat and of text completions share. continues: the text goes on from the prompt's. Each shape has
-    `opening(index)`, the choices to send before the first piece of a completion, `chunks(piece)`, those of a piece (an event
-    each), and `choice(...)`, one of a whole answer."""
+    """What the shapes of chat and of text completions share. continues: the text goes on from the prompt's. silent: what was
+    generated is no part of it. Each shape has `chunks(piece)`, the choices to send for a piece (an event each), and
+    `choice(...)`, one of a whole answer."""
 
     streamed_as: str
     whole_as: str
     prefix: str
-    continues = False
+    continues = silent = False
 
     def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: ChatRequest | CompletionRequest) -> None:
         self.tokenizer, self.params, self.stream = tokenizer, params, bool(body.stream)
@@ -46,6 +46,7 @@ class ChatAnswer(Answer):
         self._texts = None if tools is None else [ToolText(tools.form) for _ in range(params.n)]
         self._forced = tools is not None and bool(tools.forced)
         self._most_calls = 1 if body.parallel_tool_calls is False else sys.maxsize
+        self._opened: set[int] = set()
 
     def _split(self, index: int, text: str, reason: str | None) -> tuple[str, list[dict], str | None]:
         """Content, calls, and the reason of the end when the answer calls tools."""
@@ -56,12 +57,12 @@ class ChatAnswer(Answer):
         calls = [call for call in calls if call["index"] < self._most_calls]
         return content, calls, "tool_calls" if reason == "stop" and self._texts[index].count else reason
 
-    def opening(self, index: int) -> list[dict]:
-        # With tools the content may stay none, as in an answer that is not streamed.
-        return [self._chunk(index, {"role": "assistant", "content": None if self._texts else "", "refusal": None})]
-
     def chunks(self, piece: Piece) -> list[dict]:
         out, (content, calls, reason) = [], self._split(piece.index, piece.text, piece.finish_reason)
+        if piece.index not in self._opened:  # with tools the content may stay none, as in an answer that is not streamed
+            self._opened.add(piece.index)
+            begin = {"role": "assistant", "content": None if self._texts else "", "refusal": None}
+            out.append(self._chunk(piece.index, begin))
         if content or piece.logprobs:
             out.append(self._chunk(piece.index, {"content": content}, self._logprobs(piece.logprobs)))
         if calls:
@@ -98,19 +99,18 @@ class CompletionAnswer(Answer):
     def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: CompletionRequest,
                  echo: list[str] | None) -> None:
         super().__init__(model, tokenizer, params, body)
-        self._echo, self._offsets = echo, {}
-
-    def opening(self, index: int) -> list[dict]:
-        return [self._choice(index, self._echo[index // self.params.n], None, None)] if self._echo else []
+        self._offsets: dict[int, int] = {}
+        self._before = {i: echo[i // params.n] for i in range(len(echo or ()) * params.n)}  # by completion, until it was sent
+        self.silent = body.max_tokens == 0
 
     def chunks(self, piece: Piece) -> list[dict]:
-        if not (piece.text or piece.logprobs or piece.finish_reason):
+        text = self._before.pop(piece.index, "") + piece.text
+        if not (text or piece.logprobs or piece.finish_reason):
             return []
-        return [self._choice(piece.index, piece.text, self._logprobs(piece.index, piece.logprobs), piece.finish_reason)]
+        return [self._choice(piece.index, text, self._logprobs(piece.index, piece.logprobs), piece.finish_reason)]
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str) -> dict:
-        echo = self._echo[index // self.params.n] if self._echo else ""
-        return self._choice(index, echo + text, self._logprobs(index, logprobs), reason)
+        return self._choice(index, self._before.pop(index, "") + text, self._logprobs(index, logprobs), reason)
 
     @staticmethod
     def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict:
@@ -124,9 +124,10 @@ class CompletionAnswer(Answer):
             text, offset = self._name(one.token_id), self._offsets.get(index, 0)
             self._offsets[index] = offset + len(self.token_text(one.token_id))
             pairs = [(one.token_id, one.logprob), *one.top[: self.params.logprobs]]
+            begins = one.logprob is None  # a prompt
             out["tokens"].append(text)
-            out["token_logprobs"].append(max(one.logprob, LEAST))
-            out["top_logprobs"].append({self._name(i): max(p, LEAST) for i, p in pairs})
+            out["token_logprobs"].append(None if begins else max(one.logprob, LEAST))
+            out["top_logprobs"].append(None if begins else {self._name(i): max(p, LEAST) for i, p in pairs})
             out["text_offset"].append(offset)
         return out
 

@@ -168,7 +168,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
         return Response(content, media_type="text/html", headers={"Content-Security-Policy":
                         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"})
 
-    for kind in (RequestError, RequestRefused, EngineDied, EngineFailed, ClientDisconnect, HTTPException, Exception):
+    for kind in (RequestError, RequestRefused, EngineDied, EngineFailed, ClientDisconnect, HTTPException):
         app.add_exception_handler(kind, _on_error)
     # FastAPI keeps the document it makes; it knows the routes, not the bodies.
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas(tuple(BODIES.values())))
@@ -248,8 +248,8 @@ async def _answer(server: Server, request: Request, answer: ChatAnswer | Complet
                   params: SamplingParams) -> Response:
     """Submit, wait for the first piece (so that a refusal is still an HTTP error), then stream or collect."""
     usage = Usage(prompts, params.n)
-    stream = merged([pieces(server.client, server.tokenizer, token_ids, params, server.metrics, i * params.n, answer.continues)
-                     for i, token_ids in enumerate(prompts)])
+    stream = merged([pieces(server.client, server.tokenizer, token_ids, params, server.metrics, i * params.n, answer.continues,
+                            answer.silent) for i, token_ids in enumerate(prompts)])
     if answer.stream:
         first = await until_gone(request.receive, anext(stream))
         return EventStream(_events(answer, usage, first, stream))
@@ -276,13 +276,10 @@ async def _events(answer: ChatAnswer | CompletionAnswer, usage: Usage, first: Pi
     """The answer as server-sent events, ended by [DONE]."""
     head = {**answer.head, "object": answer.streamed_as}
     tail = {"usage": None} if answer.usage_wanted else {}
-    opened: set[int] = set()
 
     def events(piece: Piece) -> bytes:
         usage.add(piece)
-        choices = [] if piece.index in opened else answer.opening(piece.index)
-        opened.add(piece.index)
-        return b"".join(_event({**head, "choices": [one], **tail}) for one in choices + answer.chunks(piece))
+        return b"".join(_event({**head, "choices": [one], **tail}) for one in answer.chunks(piece))
 
     async with aclosing(stream):
         try:
@@ -374,15 +371,14 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, path, size = dict(scope["headers"]), scope["path"], 0
+        headers, path, size, started = dict(scope["headers"]), scope["path"], 0, False
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
 
-        def count(status: int) -> None:  # by the route's path: what clients make up must not grow the metrics
-            self._metrics.responses.labels(getattr(scope.get("route"), "path", "other"), status).inc()
-
         async def counted(message: dict) -> None:
-            if message["type"] == "http.response.start":
-                count(message["status"])
+            nonlocal started
+            if message["type"] == "http.response.start":  # by the route's path: what clients make up must not grow the metrics
+                started = True
+                self._metrics.responses.labels(getattr(scope.get("route"), "path", "other"), message["status"]).inc()
             await send(message)
 
         async def limited() -> dict:
@@ -405,8 +401,10 @@ class Gate:
             return
         try:
             await self._app(scope, limited, counted)
-        except Exception:  # answered outside of this middleware
-            count(500)
+        except Exception as error:  # a bug: told here, where CORS headers are added to the answer, and logged by the server
+            if not started:
+                known = RequestError(500, f"internal error: {type(error).__name__}", code="internal_error")
+                await _error(known)(scope, receive, counted)
             raise
 
 
@@ -424,8 +422,8 @@ def _as_request_error(error: Exception, request: Request | None = None) -> Reque
             message = f"{request.method} {request.url.path} is not served here; these are: {', '.join(routes)}"
         return RequestError(error.status_code, message, headers=dict(error.headers or {}))
     if isinstance(error, RequestRefused):
-        # The engine speaks of ids where the client sent a prompt or messages.
-        return RequestError(400, error.message, param="prompt" if error.field == "token_ids" else error.field)
+        said = {"token_ids": "prompt", "prompt_logprobs": "echo"}  # by the engine, where clients say otherwise
+        return RequestError(400, error.message, param=said.get(error.field, error.field))
     if isinstance(error, EngineDied):
         return RequestError(503, f"the engine is down: {error}", code="engine_died")
     if isinstance(error, EngineFailed):
@@ -440,5 +438,4 @@ def _error(error: RequestError) -> Response:
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it; the count of answers does
-    known = _as_request_error(error, request)
-    return _error(known or RequestError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+    return _error(_as_request_error(error, request))

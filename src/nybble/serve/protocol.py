@@ -189,7 +189,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
         return found[0] if found else None
 
     def _params(self, logprobs: int | None, max_tokens: int | None, names: dict[str, str],
-                defaults: dict[str, Any]) -> SamplingParams:
+                defaults: dict[str, Any], prompt_logprobs: int | None = None) -> SamplingParams:
         """names: where a field of SamplingParams is called otherwise in this request, for the error."""
         if self.stream_options is not None:
             if not self.stream:
@@ -200,7 +200,8 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
             "stop_token_ids": tuple(self.stop_token_ids or ()), "include_stop": self.include_stop_str_in_output}
         try:
             return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None},
-                                  logprobs=logprobs, max_tokens=max_tokens, grammar=self.grammar())
+                                  logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens,
+                                  grammar=self.grammar())
         except ValueError as error:
             field, _, rest = str(error).partition(" ")
             field = names.get(field, field)
@@ -282,7 +283,8 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """prompt: one text, one list of token ids, or a list of either."""
+    """prompt: one text, one list of token ids, or a list of either. echo: the prompt before the answer, its log-probabilities
+    too; with max_tokens 0 nothing else."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Int | None = None
@@ -293,9 +295,10 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     def params(self, **defaults: Any) -> SamplingParams:
         """defaults: for what the request leaves out. Raises RequestError (400) naming the field that cannot be honoured."""
         _refuse_unless_neutral(self, best_of=(self.n,) if self.n not in (None, 1) else ())
-        if self.echo and self.logprobs is not None:
-            raise RequestError(400, "echo with logprobs is not supported: leave out one of them", param="echo")
-        return self._params(self.logprobs, 16 if self.max_tokens is None else self.max_tokens, {}, defaults)
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        if self.echo and limit == 0:
+            limit = 1  # which the answer leaves out
+        return self._params(self.logprobs, limit, {}, defaults, self.logprobs if self.echo else None)
 
     def prompts(self) -> list[str | list[int]]:
         """Raises RequestError when the list is empty or mixes texts and ids."""

@@ -26,7 +26,8 @@ class EngineFailed(Exception):
 
 
 class Piece(NamedTuple):
-    """What one delta added to completion `index`. num_tokens counts also the tokens whose text was cut or is held back."""
+    """What one delta added to completion `index`. num_tokens counts also the tokens whose text was cut or is held back;
+    logprobs, where they are wanted, begin with the prompt's."""
 
     index: int
     text: str
@@ -107,9 +108,9 @@ def overlap(text: str, stop: str) -> int:
 
 
 async def pieces(client: EngineClient, tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, metrics: Metrics,
-                 first_index: int = 0, continues: bool = False) -> AsyncIterator[Piece]:
+                 first_index: int = 0, continues: bool = False, silent: bool = False) -> AsyncIterator[Piece]:
     """The completions first_index .. first_index + params.n - 1 of one prompt, as they come. continues: their text goes on from
-    the prompt's.
+    the prompt's. silent: what was generated is not wanted.
 
     A stop string aborts its completion in the engine, closing the iterator early all of them. Raises EngineFailed, and whatever
     the client raises when the engine refuses the request or is dead.
@@ -132,8 +133,10 @@ async def pieces(client: EngineClient, tokenizer: Tokenizer, token_ids: list[int
                     timer.finished(reason)
                     if live and delta.finish_reason is None:  # the last one's `generate` is closed below
                         await client.abort(request_id, delta.index)
-                yield Piece(first_index + delta.index, text, (delta.logprobs or [])[:used], used, delta.cached_tokens,
-                            reason)
+                if silent:
+                    text, used, reason = "", 0, reason and "length"
+                logprobs = [*(delta.prompt_logprobs or ()), *(delta.logprobs or ())[:used]]
+                yield Piece(first_index + delta.index, text, logprobs, used, delta.cached_tokens, reason)
                 if not live:
                     break
         if live:

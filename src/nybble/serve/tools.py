@@ -105,7 +105,7 @@ class Tools:
             before = f'{{"name": "{one.name}", "{form.key}": '
             rules += [f'call{i}: {json.dumps(before)} json{i} "}}"',
                       f"json{i}: {in_json((one.parameters or NO_ARGUMENTS) | OBJECT)}"]
-        return Grammar("lark", "\n".join(rules), "tools")
+        return Grammar("lark", "\n".join(rules), "tools" if answer is None else "response_format")
 
 
 def tools_of(body: ChatRequest, tokenizer: Tokenizer) -> Tools | None:
@@ -196,10 +196,11 @@ class ToolText:
             if self._object is None:
                 start = AROUND.match(self._held).end()
                 before, rest = self._held[:start] if self._fresh else "", self._held[start:]
+                cut = any(tag.startswith(rest) for tag in TAGS)
                 if rest.startswith("{"):
                     self._object, self._before, self._held = JsonObject(), before, rest
-                elif final or not any(tag.startswith(rest) for tag in TAGS):
-                    content, self._held, self._inside = content + before, rest, False
+                elif final or not cut:  # the beginning of a tag after calls is the end of the last one
+                    content, self._held, self._inside = content + before, "" if cut and not self._fresh else rest, False
                     continue
                 else:
                     break
