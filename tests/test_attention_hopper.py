@@ -56,7 +56,6 @@ def test_machine_code(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
     compiled = compile_prompt(dim, dtype)
     assert compiled.metadata.shared <= 227 * 1024
     lines = machine_code(compiled, tmp_path)
-    assert not [line for line in lines if SPILL.match(line)]
     waits_of = lambda body: [at for at, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]  # noqa: E731
     bodies = [body for body in loops(lines) if len(waits_of(body)) == 2]
     assert len(bodies) >= 4  # two groups of warps, without and with a mask
@@ -64,6 +63,7 @@ def test_machine_code(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
     bodies = [body for body in bodies if sum("HGMMA" in line for line in body) == products]  # none is issued twice
     assert len(bodies) == 4
     for body in bodies:
+        assert not [line for line in body if SPILL.match(line)]
         waits = waits_of(body)
         assert [re.search(r"gsb0, (0x\d)", body[at])[1] for at in waits] == ["0x1", "0x0"]  # type: ignore[index]
         exponentials = [at for at, line in enumerate(body) if "MUFU.EX2" in line]

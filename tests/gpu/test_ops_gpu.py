@@ -14,7 +14,7 @@ from ops_cases import attention_case, make_step, poisoned_cache  # noqa: E402
 
 from nybble.formats.numerics import quantize_rows  # noqa: E402
 from nybble.kernels import reference  # noqa: E402
-from nybble.kernels.registry import Ops  # noqa: E402
+from nybble.kernels.registry import Ops, ops_for  # noqa: E402
 from nybble.kernels.types import LayerKV, Rows, Step, Turn  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -293,7 +293,7 @@ def test_what_is_not_a_number_reaches_the_scale_of_its_row(ops: Ops, width: int,
         assert torch.equal(found.codes[others], before.codes[others])
 
 
-SHAPES = [(4, 1, 1, 4), (8, 2, 1, 1), (2, 2, 4, 4)]
+SHAPES = [(4, 2, 1, 4), (8, 4, 1, 1), (2, 4, 4, 4), (3, 3, 1, 5), (1, 5, 1, 1)]
 
 
 @pytest.mark.parametrize("quantize", [True, False])
@@ -331,6 +331,32 @@ def test_generated_tokens_at_once_have_the_bits_of_three_ops(name: str, heads: i
             assert torch.equal(seen, want)
         for one, other in zip(copies[0].values(), vars_of(cache), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [6, 128])
+def test_older_tiles_are_copied_while_the_newest_token_is_still_being_written(name: str, rows: int) -> None:
+    from nybble.kernels import decode_hopper, nvrtc
+
+    if nvrtc.refusal(torch.device("cuda")):
+        pytest.skip("wants a Hopper GPU")
+    contexts = [1 + 37 * row % 800 for row in range(rows)]
+    _, kv, step = case(name, contexts, [1] * rows, 40, 40, 128, 64)
+    assert step.sees_own
+    ops, angle = ops_for(torch.device("cuda")), torch.arange(1000)[:, None] / 10.0 ** torch.linspace(0, 3, 64)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), 1).cuda()
+    inputs = [on_gpu(rows, 120 * 128, seed=seed) for seed in range(12)]
+
+    def attended(qkv: torch.Tensor, wait: bool) -> torch.Tensor:
+        q = ops.rope_write(qkv, kv, step, cos_sin, 40, None, None, 0.0)
+        if wait:
+            torch.cuda.synchronize()
+        return decode_hopper.run(q, 40, kv, step, 0.1, None, False)
+
+    want = [attended(qkv, True) for qkv in inputs]
+    for _ in range(5):
+        for one, other in zip([attended(qkv, False) for qkv in inputs], want):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -384,6 +410,59 @@ def test_rope_write(name: str, dim: int, rotary: int, normed: bool) -> None:
         if caches[0].k_params is not None:
             a, b = (getattr(c, f"{part}_params") for c in caches)
             torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"),
+                         [(40, 40, 128), (32, 8, 128), (9, 3, 64), (5, 5, 80), (12, 4, 96), (8, 1, 256)])
+def test_hopper_writes_the_cache_that_triton_writes(name: str, heads: int, kv_heads: int, dim: int) -> None:
+    from nybble.kernels import cache_hopper, nvrtc, ops_triton
+
+    if nvrtc.refusal(torch.device("cuda")):
+        pytest.skip("wants a Hopper GPU")
+    step = make_step([500, 40, 90], [1, 1, 61], 32, 30, "cuda")
+    step.slots[20] = -1
+    qkv = on_gpu(63, (heads + 2 * kv_heads) * dim) * 2 ** on_gpu(63, 1, seed=1, dtype=torch.float32) * 3
+    qkv[5], qkv[8], qkv[9], qkv[10] = 0.25, qkv[8] * 1e4, qkv[9] * 1e-6, -0.0
+    qkv[6, :5], qkv[7] = float("nan"), qkv[7] + 30  # at one end of its range a minimum is rounded by many steps
+    qkv = qkv.to(torch.float16 if name == "fp16" else BF16)
+    angle = torch.arange(600)[:, None] / 10 ** torch.linspace(0, 4, dim // 2)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), -1).cuda()
+    scales = {"k_scale": 0.02, "v_scale": 0.013} if name.startswith("fp8") else {}
+    caches = [poisoned_cache(name, 30, kv_heads, 32, dim, "cuda", **scales) for _ in range(4)]
+    want = ops_triton.rope_write(qkv, caches[0], step, cos_sin, kv_heads, None, None, 0.0)
+    assert cache_hopper.fits(qkv, caches[0], dim, dim)
+    for cache, shape in zip(caches[1:], (None, cache_hopper.Shape(2, 1), cache_hopper.Shape(5, 4))):
+        got = cache_hopper.rope_write(qkv, cache, step, cos_sin, kv_heads, dim, shape)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        for one, other in zip(vars_of(cache), vars_of(caches[0]), strict=True):
+            if name != "int4" or dim == 128 or one.dtype != torch.float16:
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            else:  # Triton sums the errors of a head in an order of its own
+                torch.testing.assert_close(one, other, rtol=2**-9, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dim", [128, 80])
+@pytest.mark.parametrize(("block_size", "window"), [(64, 0), (16, 50)])
+def test_hopper_gathers_what_triton_gathers(name: str, dim: int, block_size: int, window: int) -> None:
+    from nybble.kernels import attention_triton, cache_hopper, nvrtc
+
+    if nvrtc.refusal(torch.device("cuda")):
+        pytest.skip("wants a Hopper GPU")
+    q, kv, step = case(name, [500, 40, 290, 700], [1, 33, 161, 300], 6, 3, dim, block_size)
+    rooms = []
+
+    def room(shape: tuple[int, ...], **options) -> torch.Tensor:
+        rooms.append(torch.full(shape, 7.0, **options))
+        return rooms[-1]
+
+    for gather in (attention_triton._gather, cache_hopper.Gather(q.device)):
+        launch = lambda kernel, *rest, **options: attention_triton.launch(  # noqa: E731
+            gather if kernel is attention_triton._gather or isinstance(kernel, cache_hopper.Gather) else kernel,  # noqa: B023
+            *rest, **options)
+        attention_triton.prompt(q, kv, step, 0.1, window, torch.empty_like(q), launch=launch, room=room)
+    assert torch.equal(*(each.view(torch.int16) for each in rooms))
 
 
 @pytest.mark.parametrize("name", ["fp32", *KINDS])

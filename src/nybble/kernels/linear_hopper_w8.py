@@ -29,6 +29,8 @@ from nybble.kernels.types import Rows
 
 ROWS = 64  # of a packed tile, and of a warpgroup
 INTEGER, FLOAT, BLOCKS, EVEN_BLOCKS = 0, 1, 2, 3  # KIND of the .cu; the last for batches, where 128 rows share a scale
+BFLOAT16, FLOAT16 = 4, 5  # both KIND 4, see `linear_hopper_16`
+IN_BLOCKS = (BLOCKS, EVEN_BLOCKS)
 PER_TOKEN, PER_GROUP, STATIC = 1, 2, 3  # QUANTIZE of the .cu
 
 
@@ -41,7 +43,8 @@ class Tile(NamedTuple):
     cluster: programs with neighbouring rows that share their tokens, each copying a part for all. resident: programs that fit
     a processor. order: token tiles before the next rows. staged: outputs of 16 bits leave by copies from shared memory, 16
     tokens each. turned: so many weight rows are the tensor core's columns, and tokens its rows, for blocks of
-    128 x 128.
+    128 x 128. shares: of the sum over K, in as many programs of a cluster; rows_held: of the tile where it is not 64
+    a warpgroup (both 16 bits only).
     """
 
     tokens: int
@@ -51,18 +54,21 @@ class Tile(NamedTuple):
     order: int = 8
     staged: bool = False
     turned: int = 0
+    shares: int = 1
+    rows_held: int = 0
 
     @property
     def rows(self) -> int:
-        return self.turned or ROWS * self.warpgroups
+        return self.turned or self.rows_held or ROWS * self.warpgroups
 
     def threads(self, kind: int) -> int:
-        return 128 * self.warpgroups + (128 if self.registers else 32 if kind < BLOCKS else 64)
+        return 128 * self.warpgroups + (128 if self.registers else 64 if kind in IN_BLOCKS else 32)
 
     @property
     def registers(self) -> int:
         """Of a multiplying thread where the even share is too few (0: it is not)."""
-        return 0 if self.tokens < 128 or self.warpgroups == 1 else 232 if self.warpgroups == 2 else 160
+        few = self.tokens < 128 or self.warpgroups == 1 or self.resident > 1
+        return 0 if few else {2: 232, 3: 160, 4: 112}[self.warpgroups]
 
 
 # Few tokens, (tokens and rows at most, tile), the first match wins; more: see `plan`. Both from sweeps on an H200 over the
@@ -141,8 +147,8 @@ def plan(kind: int, tokens: int, rows: int, processors: int) -> tuple[Launch, ..
 
 def shared_memory(tile: Tile, kind: int) -> tuple[int, int]:
     """(stages, bytes) of a program; the layout is the .cu's."""
-    each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind >= BLOCKS else 0)) + 16
-    held = tile.warpgroups * -(-tile.tokens // 64) * 256 if kind < BLOCKS and tile.tokens > 64 else 0
+    each = (tile.rows + tile.tokens) * (BLOCK + (4 if kind in IN_BLOCKS else 0)) + 16
+    held = tile.warpgroups * -(-tile.tokens // 64) * 256 if kind < BLOCKS and tile.tokens > 64 else 16 * (tile.shares > 1)
     stages = min(24, (nvrtc.room(tile.resident) - held) // each)
     return stages, -(-(stages * each + held) // 128) * 128
 
@@ -221,26 +227,34 @@ class QuantizeArguments(ctypes.Structure):
                 ("stride", ctypes.c_int)]  # fmt: skip
 
 
+PRODUCTS = {
+    INTEGER: ("k32.s32.s8.s8", ""),
+    BFLOAT16: ("k16.f32.bf16.bf16", ", 1, 1, 0, 0"),
+    FLOAT16: ("k16.f32.f16.f16", ", 1, 1, 0, 0"),
+}  # wgmma's channels and types, the others FP8; its signs and, of 16 bits, no transposition
+
+
 def product(kind: int, columns: int) -> str:
-    """CUDA for the sums' type and one wgmma: 64 rows x 32 channels times `columns` x 32 channels, both in shared memory."""
+    """CUDA for the sums' type and one wgmma: 64 rows times `columns`, 32 bytes of channels of both, in shared memory."""
     n, sum_type, letter = columns // 2, *(("int", "r") if kind == INTEGER else ("float", "f"))
     sums, places = ", ".join(f"%{i}" for i in range(n)), ", ".join(f'"+{letter}"(sum[{i}])' for i in range(n))
-    types, signs = ("s32.s8.s8", "") if kind == INTEGER else ("f32.e4m3.e4m3", ", 1, 1")
+    types, signs = PRODUCTS.get(kind, ("k32.f32.e4m3.e4m3", ", 1, 1"))
     return (
         f"typedef {sum_type} Sum; typedef unsigned long long Operand;\n"
         f"__device__ __forceinline__ void product(Sum (&sum)[{n}], Operand rows, Operand columns, int add) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0;"\n'
-        f'      "wgmma.mma_async.sync.aligned.m64n{columns}k32.{types} {{{sums}}}, %{n}, %{n + 1}, p{signs}; }}"\n'
+        f'      "wgmma.mma_async.sync.aligned.m64n{columns}{types} {{{sums}}}, %{n}, %{n + 1}, p{signs}; }}"\n'
         f'      : {places} : "l"(rows), "l"(columns), "r"(add));\n}}\n'
     )
 
 
 def source_and_defines(tile: Tile, kind: int, out: int) -> tuple[str, dict[str, int]]:
     columns = tile.turned or tile.tokens
+    number = BFLOAT16 if kind >= BFLOAT16 else EVEN_BLOCKS if tile.turned else min(kind, BLOCKS)
     defines = {
-        "KIND": EVEN_BLOCKS if tile.turned else min(kind, BLOCKS), "TOKENS": tile.tokens, "COLUMNS": columns,
-        "STAGES": shared_memory(tile, kind)[0], "WARPGROUPS": tile.warpgroups, "RESIDENT": tile.resident,
-        "CLUSTER": tile.cluster, "REGISTERS": tile.registers, "STAGED": int(tile.staged), "OUT": out,
+        "KIND": number, "TOKENS": tile.tokens, "COLUMNS": columns, "STAGES": shared_memory(tile, kind)[0],
+        "WARPGROUPS": tile.warpgroups, "RESIDENT": tile.resident, "CLUSTER": tile.cluster, "SHARES": tile.shares,
+        "ROWS": tile.rows, "REGISTERS": tile.registers, "STAGED": int(tile.staged), "OUT": out,
     }  # fmt: skip
     return product(kind, columns) + nvrtc.source("w8a8_sm90.cu"), defines
 
@@ -298,24 +312,35 @@ def most_clusters(tile: Tile, kind: int, handle: int, device: int) -> int:
 def multiply(packed: Packed, launches: tuple[Launch, ...], codes: Tensor, scale: Tensor, stride: int) -> Tensor:
     """Quantized rows [M, K] times the weight -> [M, N]. scale: as `quantize` gives it; stride: from one token's to the next's
     (0: one for all), in blocks from one group's to the next's, with room for whole tiles."""
-    tokens, device, kind = codes.shape[0], codes.device.index, packed.kind
+    tokens = codes.shape[0]
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=codes.device)
     for tile, first, rows in launches if tokens else ():
-        token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
-        tile = fitted(tile, packed.n, packed.k, packed.dtype)
-        handle = kernel(tile, kind, OUT[packed.dtype], device)
-        clusters = min(row_groups * token_tiles, most_clusters(tile, kind, handle.value or 0, device))
-        arguments = Arguments(
-            packed.codes.data_ptr(), packed.scale.data_ptr(), scale.data_ptr(), y.data_ptr(), tokens, packed.n,
-            packed.scale.shape[1], -(-packed.k // BLOCK), row_groups, token_tiles, tile.order, stride, first // tile.rows,
-        )  # fmt: skip
-        inputs = nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens // tile.cluster)
-        outputs = nvrtc.bytes_map(y.data_ptr(), tokens, packed.n * 2, 16) if tile.staged else inputs
-        nvrtc.launch(
-            handle, clusters * tile.cluster, tile.threads(kind), shared_memory(tile, kind)[1], tile.cluster,
-            (inputs, outputs, arguments), codes.device,
+        start(
+            Launch(fitted(tile, packed.n, packed.k, packed.dtype), first, rows), packed.kind, codes.data_ptr(), packed.k, y,
+            (packed.codes, packed.scale, scale), packed.scale.shape[1], stride,
         )  # fmt: skip
     return y
+
+
+def start(part: Launch, kind: int, x: int, row_bytes: int, y: Tensor, weight: tuple[Tensor, ...], padded_rows: int = 0,
+          stride: int = 0) -> None:
+    """One launch: rows of y [M, N] from M rows of `row_bytes` at address x. weight: codes, scales of rows and of tokens, or 16
+    bits [N, K]."""
+    (tile, first, rows), (tokens, n), out = part, y.shape, OUT[y.dtype]
+    token_tiles, row_groups = -(-tokens // tile.tokens), -(-rows // (tile.rows * tile.cluster))
+    handle, size, clusters = kernel(tile, kind, out, y.device.index), shared_memory(tile, kind)[1], row_groups * token_tiles
+    if tile.shares == 1:
+        clusters = min(clusters, most_clusters(tile, kind, handle.value or 0, y.device.index))
+    addresses = [tensor.data_ptr() for tensor in weight]
+    arguments = Arguments(
+        *(addresses + [None, None])[:3], y.data_ptr(), tokens, n, padded_rows, -(-row_bytes // BLOCK), row_groups, token_tiles,
+        tile.order, stride, first // tile.rows,
+    )  # fmt: skip
+    inputs = nvrtc.bytes_map(x, tokens, row_bytes, tile.tokens // tile.cluster)
+    outputs = nvrtc.bytes_map(y.data_ptr(), tokens, n * 2, 16) if tile.staged else inputs
+    weights = nvrtc.bytes_map(addresses[0], n, row_bytes, tile.rows) if kind >= BFLOAT16 else inputs
+    group = tile.cluster * tile.shares
+    nvrtc.launch(handle, clusters * group, tile.threads(kind), size, group, (inputs, outputs, weights, arguments), y.device)
 
 
 def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
@@ -326,7 +351,7 @@ def _run(packed: Packed, x: Rows | Tensor) -> Tensor:
     if isinstance(x, Rows):
         return multiply(packed, launches, x.codes.contiguous(), x.scale.contiguous(), 1)
     stride = 1 if packed.act_scale is None else 0
-    if packed.kind >= BLOCKS:
+    if packed.kind in IN_BLOCKS:
         stride = max(-(-tokens // tile.tokens) * tile.tokens for tile, *_ in launches)
     return multiply(packed, launches, *quantize(x.contiguous(), packed.act, packed.act_scale, stride), stride)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nybble.kernels import attention_triton, decode_hopper, nvrtc, ops_triton
-from nybble.kernels.types import LayerKV, Rows, Step
+from nybble.kernels import attention_triton, cache_hopper, decode_hopper, linear_hopper_16, nvrtc, ops_triton
+from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
 PLAIN, NORM, SILU = 0, 1, 2  # OP of the .cu
 OUT = {torch.bfloat16: 0, torch.float16: 1}
@@ -129,6 +129,16 @@ def quantize_rows(x: Tensor) -> Rows:
     return _run(PLAIN, x.contiguous(), x.shape[1]) if fits(PLAIN, x, x.shape[1]) else ops_triton.quantize_rows(x)
 
 
+def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, q_norm: Tensor | None,
+               k_norm: Tensor | None, eps: float, turn: Turn | None = None) -> Tensor:
+    """`reference.rope_write`; norms and turns are `ops_triton`'s."""
+    qkv, head_dim = qkv.contiguous(), kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
+    plain = q_norm is None and k_norm is None and turn is None
+    if not plain or not cache_hopper.fits(qkv, kv, head_dim, cos_sin.shape[1]):
+        return ops_triton.rope_write(qkv, kv, step, cos_sin, kv_heads, q_norm, k_norm, eps, turn)
+    return cache_hopper.rope_write(qkv, kv, step, cos_sin, kv_heads, head_dim)
+
+
 def decode(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, scale: float, window: int, quantize: bool
            ) -> Tensor | Rows:
     """`rope_write`, attention and, with `quantize`, `quantize_rows` of a step of generated tokens, one each row; the same
@@ -137,10 +147,17 @@ def decode(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int,
     heads, qkv = qkv.shape[1] // head_dim - 2 * kv_heads, qkv.contiguous()
     if decode_hopper.fits(qkv, heads, kv, step, cos_sin.shape[1], window):
         return decode_hopper.run(qkv, heads, kv, step, scale, cos_sin, quantize)
-    q = ops_triton.rope_write(qkv, kv, step, cos_sin, kv_heads, None, None, 0.0)
+    q = rope_write(qkv, kv, step, cos_sin, kv_heads, None, None, 0.0)
     seen = attention_triton.attention(q, kv, step, scale, window)
     return quantize_rows(seen.flatten(1)) if quantize else seen
 
 
-OPS = replace(ops_triton.OPS, name="hopper", rms_norm=rms_norm, silu_mul=silu_mul, quantize_rows=quantize_rows, decode=decode,
-              silu_mul_part=silu_mul_part)
+def compile_decode(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool) -> None:
+    """Start compiling what steps over a cache like `kv` will ask for, of up to so many generated tokens."""
+    decode_hopper.compile_ahead(kv, heads, dtype, rows, quantize)
+    cache_hopper.compile_ahead(kv, heads, dtype, attention_triton.GATHER_TILE)
+
+
+OPS = replace(ops_triton.OPS, name="hopper", rms_norm=rms_norm, silu_mul=silu_mul, quantize_rows=quantize_rows,
+              rope_write=rope_write, decode=decode, compile_decode=compile_decode, silu_mul_part=silu_mul_part,
+              logits=linear_hopper_16.logits)

@@ -3,7 +3,8 @@
 // others have parts: 1 gives the largest magnitude of this part in place of a scale, and no codes; 2 is given that of the row.
 //
 // A cluster of CLUSTER blocks has a row, a thread VECTORS times eight neighbours of it. Loads are all in flight at once; one
-// barrier finds the row's sum and its largest value, in an order that WIDTH and the threads of a cluster fix.
+// barrier finds the row's sum and its largest value, in an order that WIDTH and the threads of a cluster fix. The last rows go
+// first: of what the kernel before wrote, they are what the L2 cache still has.
 //
 // Defined by the host: OP, WIDTH (a multiple of 8), THREADS, VECTORS, CLUSTER, RESIDUAL (OP 1: there is one to add), WIDE
 // (OP 1: weights are float32, not of the rows' type), HADAMARD (0: none; THREADS are a multiple of an eighth of it), ROOT (its square root's inverse); and those of sm90.cuh.
@@ -72,7 +73,7 @@ __device__ __forceinline__ void hadamard(float (&y)[8], float4* room) {
 extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ Arguments a) {
   __shared__ float2 parts[32];
   const int first = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
-  const size_t row = blockIdx.x / CLUSTER, at = row * IN_ROW + first;
+  const size_t row = gridDim.x / CLUSTER - 1 - blockIdx.x / CLUSTER, at = row * IN_ROW + first;
   uint4 x[VECTORS], more[VECTORS], weight[VECTORS][1 + WIDE];
 #define EACH for (int i = 0; i < VECTORS; i++) if ((i + 1) * STRIDE <= IN_ROW || first + i * STRIDE < IN_ROW)
   if (OP == 1) {

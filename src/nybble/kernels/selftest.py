@@ -15,7 +15,7 @@ import torch
 from nybble.formats.numerics import random_qtensor
 from nybble.kernels import reference
 from nybble.kernels.registry import LinearKernel, LinearShape, Ops, choose
-from nybble.kernels.types import LayerKV, Step
+from nybble.kernels.types import LayerKV, Rows, Step
 
 MOST_OUT, IN = 32768, 1024  # rows as the layer has, for tiles go by them; groups of 128, sums in parts where a kernel has those
 TOKENS = (1, 40, 100, 300)  # a batch of each kind of tile
@@ -24,11 +24,12 @@ STATIC_SCALE = 0.004  # of static activations: one in fourteen is out of its ran
 
 def failure(kernel: LinearKernel, shape: LinearShape) -> str | None:
     """Why `kernel` is not to be trusted with layers like `shape` (also when it cannot be built); None when it is."""
-    if shape.scheme.weight is None or shape.has_order:
-        return None  # nothing is unpacked, or not made up in a line
+    weight = shape.scheme.weight
+    if shape.has_order or (weight is None and kernel in reference.KERNELS):
+        return None  # not made up in a line, or nothing that could be wrong
     scale = None if shape.act_scale is None else STATIC_SCALE
     small = replace(shape, out_features=min(shape.out_features, MOST_OUT), in_features=IN, act_scale=scale)
-    group = shape.scheme.weight.group
+    group = None if weight is None else weight.group
     if group is not None and IN % group or kernel.accepts(small) is not None:
         return None  # the trial would be of something else
     return _trial(kernel, small)
@@ -36,10 +37,13 @@ def failure(kernel: LinearKernel, shape: LinearShape) -> str | None:
 
 @cache
 def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
-    assert shape.scheme.weight is not None
     name = f"kernel {kernel.name!r} for {shape.scheme.name}"
     generator = torch.Generator(shape.device).manual_seed(0)
-    weight = random_qtensor(shape.scheme.weight, (shape.out_features, IN), generator, torch.float32)
+    size = shape.out_features, IN
+    if shape.scheme.weight is None:
+        weight = torch.randn(size, device=shape.device, generator=generator).to(shape.dtype)
+    else:
+        weight = random_qtensor(shape.scheme.weight, size, generator, torch.float32)
     known = choose(replace(shape, dtype=torch.float32), reference.KERNELS).kernel
     expected_of = known.pack(weight, replace(shape, dtype=torch.float32))
     try:
@@ -60,21 +64,23 @@ def _trial(kernel: LinearKernel, shape: LinearShape) -> str | None:
 
 @cache
 def rows_failure(ops: Ops, device: torch.device) -> str | None:
-    """Why the norm, SiLU(gate) * up and quantization of `ops` are not to be trusted with 16-bit rows; None when they are."""
+    """Why norm, SiLU(gate) * up, quantization and logits of `ops` are not to be trusted on 16-bit rows; None when they are."""
     name = f"the set of row kernels {ops.name!r}"
     generator = torch.Generator(device).manual_seed(0)
     try:
         for rows in (1, 33):  # few rows are spread wider
             x = torch.randn(rows, 3104, device=device, generator=generator).to(torch.bfloat16)
             a, b = x[:, :1552], x[:, 1552:]  # a tail for every number of threads
+            table = torch.randn(1003, 1552, device=device, generator=generator).to(torch.bfloat16)
             weight = torch.rand(1552, device=device, generator=generator)
             pairs = (
                 (ops.rms_norm(a, weight, 1e-5, b, True)[0], reference.rms_norm(a, weight, 1e-5, b, True)[0]),
                 (ops.silu_mul(x, True), reference.silu_mul(x, True)),
                 (ops.quantize_rows(x), reference.quantize_rows(x)),
+                (ops.logits(a, table), reference.logits(a, table)),
             )
-            for op, (found, want) in zip(("norm", "SiLU", "quantization"), pairs):
-                error = _relative(*(part.codes * part.scale[:, None] for part in (found, want)))
+            for op, pair in zip(("norm", "SiLU", "quantization", "logits"), pairs):
+                error = _relative(*(part.codes * part.scale[:, None] if isinstance(part, Rows) else part for part in pair))
                 if not error < 0.01:  # one code in a hundred may be the next one
                     return _refuse(name, device, f"its {op} of {rows} rows is off by {error:.2g} of the result")
     except Exception as error:

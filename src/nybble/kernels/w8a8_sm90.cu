@@ -1,4 +1,5 @@
-// y[m, n] = sum over k of w[n, k] * x[m, k], scaled, on Hopper, sm_90a, compiled by NVRTC: int8 with int32 sums, or FP8 E4M3.
+// y[m, n] = sum over k of w[n, k] * x[m, k], scaled, on Hopper, sm_90a, compiled by NVRTC: int8 with int32 sums, FP8 E4M3, or
+// 16 bits unscaled.
 //
 // One thread copies weights, one activations (the same one for small tiles and BLOCKS), one the scales of BLOCKS. WARPGROUPS
 // multiply, 64 weight rows each: the tensor core's rows, tokens its columns (KIND 3: the other way round). Both operands come
@@ -9,38 +10,52 @@
 // steps, or of one where scales change every 128 channels, goes to a float32 one beside it. Channels in order, whatever the
 // tile: a token's result does not depend on the batch.
 //
-// Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels,
-// 3 the same with one scale for 128 rows), TOKENS (a tile's), COLUMNS (of a product: TOKENS, or 64 or 128 weight rows), STAGES,
-// WARPGROUPS, RESIDENT (blocks a processor must hold), CLUSTER, REGISTERS (of a multiplying thread, taken from the copying ones
-// that then number 128; 0: all alike), STAGED (outputs leave through shared memory, 64 tokens at a time: where a warpgroup's
-// weights of the last two steps were), those of sm90.cuh; and `product(Sum (&sum)[COLUMNS / 2], u64 rows, u64 columns, int
-// add)`. Or QUANTIZE, see the end.
+// 16-bit weights are not packed: they too come through a map, rows in their order, 64 channels a step. A tile may be of any
+// ROWS, in eights: what its last warpgroup lacks it multiplies and does not store. SHARES blocks of a cluster then have a part
+// of the channels each, and add up in the order of the parts, every block an equal part of the tokens.
+//
+// Defined by the host: KIND (0 int8, 1 FP8 with scales per token and row, 2 FP8 with scales per token, row and 128 channels, 3
+// the same with one scale for 128 rows, 4 16 bits), TOKENS (a tile's), COLUMNS (of a product: TOKENS, or 64 or 128 weight
+// rows), STAGES, WARPGROUPS, RESIDENT (blocks a processor must hold), CLUSTER, SHARES, ROWS (KIND 4: a tile's), REGISTERS (of
+// a multiplying thread, taken from the copying ones that then number 128; 0: all alike), STAGED (outputs leave through shared
+// memory, 64 tokens at a time: where a warpgroup's weights of the last two steps were), those of sm90.cuh; and `product(Sum
+// (&sum)[COLUMNS / 2], u64 rows, u64 columns, int add)`. Or QUANTIZE, see the end.
 
 #ifndef QUANTIZE
-constexpr int COPIERS = REGISTERS ? 128 : KIND < 2 ? 32 : 64, TURNED = KIND == 3, BLOCKS = KIND >= 2;
-constexpr int ROWS64 = TURNED ? COLUMNS / 64 : WARPGROUPS, BM = 64 * ROWS64;
+constexpr bool TURNED = KIND == 3, BLOCKS = KIND == 2 || KIND == 3, HALVES = KIND == 4;
+constexpr int COPIERS = REGISTERS ? 128 : BLOCKS ? 64 : 32, GROUP = CLUSTER * SHARES;  // blocks that start together
+constexpr int ROWS64 = TURNED ? COLUMNS / 64 : WARPGROUPS, BM = HALVES ? ROWS : 64 * ROWS64;
 // The warps that copy what; one alone would be busy with a step's copies for as long as its products take.
 enum Copies : int { WEIGHTS, SCALES, ACTIVATIONS = REGISTERS && !BLOCKS ? 2 : 0 };
 constexpr int TILE = 8192;  // bytes of 64 rows x 128 channels
-constexpr int W_BYTES = ROWS64 * TILE, X_BYTES = TOKENS * 128, S_BYTES = BLOCKS ? (BM + TOKENS) * 4 : 0;
-constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES;
+constexpr int W_BYTES = BM * 128, X_BYTES = TOKENS * 128, S_BYTES = BLOCKS ? (BM + TOKENS) * 4 : 0;
+constexpr int X_AT = STAGES * W_BYTES, S_AT = X_AT + STAGES * X_BYTES;  // weights first: rows that a tile lacks read past them
 constexpr int BARRIERS_AT = S_AT + STAGES * S_BYTES;
 // Scales of a tile's tokens are read before its products; many wait in shared memory.
 constexpr bool HELD = KIND < 2 && TOKENS > 64;
 constexpr int HELD_AT = BARRIERS_AT + 16 * STAGES, HELD_BYTES = (TOKENS + 63) / 64 * 256;
-[[maybe_unused]] constexpr int OUTPUTS = KIND < 2 ? 2 : 1;  // stages for outputs on their way
+[[maybe_unused]] constexpr int OUTPUTS = BLOCKS ? 1 : 2;  // stages for outputs on their way
 constexpr int GROUPS = TOKENS / 8, BATCH = GROUPS < 8 ? GROUPS : 8;  // groups of eight tokens that leave together
 constexpr int WAVES = TURNED ? TOKENS / (64 * WARPGROUPS) : 1;  // of 64 tokens
 constexpr int SHARE = TOKENS / CLUSTER;  // tokens that one block of a cluster copies
+constexpr int SUMS_AT = BARRIERS_AT + 16 * STAGES;                                 // SHARES > 1: a barrier, where HELD would be
+constexpr int OWNED = (GROUPS + SHARES - 1) / SHARES, PIECE = WARPGROUPS * 2048;  // of the sums; four of every thread
+static_assert(SHARES == 1 || HALVES && !STAGED && (SHARES - 1) * OWNED * PIECE <= BARRIERS_AT, "sums meet where the stages were");
+static_assert(64 * ROWS64 * 128 - W_BYTES <= STAGES * X_BYTES, "rows that a tile lacks are read from memory that is there");
 static_assert(SHARE % 8 == 0 && (!STAGED || TOKENS % 16 == 0), "whole swizzles of 8 tokens; outputs leave by 16");
 
-// What a map describes, to the same address and barrier of every block of the cluster.
-__device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+// What a map describes, to the same address and barrier of CLUSTER blocks from `first` on.
+__device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap* map, int column, int row, u32 barrier, int first) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
       "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
-      "h"((unsigned short)((1 << CLUSTER) - 1)), "l"(EVICT_LAST)
+      "h"((unsigned short)(((1 << CLUSTER) - 1) << first)), "l"(EVICT_LAST)
       : "memory");
+}
+__device__ __forceinline__ void send(u32 to, const Sum* four, u32 barrier) {  // to a block of the cluster
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"((float)four[0]), "f"((float)four[1]), "f"((float)four[2]), "f"((float)four[3]), "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ float2 load_shared_pair(u32 address) {
   float2 v;
@@ -56,7 +71,7 @@ __device__ __forceinline__ void hold(Sum (&part)[COLUMNS / 2]) {
 }
 
 struct Arguments {
-  const char* w;         // [N / 64, K / 128] packed tiles
+  const char* w;         // [N / 64, K / 128] packed tiles; of 16 bits a map has them
   const float *w_scale;  // [N padded to 128], BLOCKS: [K / 128, N padded]
   const float *x_scale;  // [tokens], BLOCKS: [K / 128, x_stride]
   void* y;
@@ -74,32 +89,38 @@ struct Place {
 
 extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDENT)
     w8a8(const __grid_constant__ TensorMap tokens_map, const __grid_constant__ TensorMap y_map,
-         const __grid_constant__ Arguments a) {
+         const __grid_constant__ TensorMap weights_map, const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, rank = blockIdx.x % CLUSTER;
-  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, tiles = a.row_tiles * a.token_tiles;
+  const int clusters = gridDim.x / GROUP, cluster = blockIdx.x / GROUP, tiles = a.row_tiles * a.token_tiles;
   const bool copies = threadIdx.x == WARPGROUPS * 128;
-  const int units = (tiles - cluster + clusters - 1) / clusters * a.steps;
+  const int share = SHARES > 1 ? blockIdx.x % GROUP / CLUSTER : 0, from = a.steps * share / SHARES;
+  const int steps = SHARES > 1 ? a.steps * (share + 1) / SHARES - from : a.steps;
+  const int units = (tiles - cluster + clusters - 1) / clusters * steps;
 
   auto copy_weights = [&](int stage, const Place& p, int step) {
     const u64 policy = a.token_tiles > 1 ? EVICT_NORMAL : EVICT_FIRST;
     const u32 barrier = full + 8 * stage;
     expect(barrier, W_BYTES + X_BYTES + S_BYTES);
+    if (HALVES) {
+      copy_box(base + stage * W_BYTES, &weights_map, (from + step) * 128, p.row_tile * BM, barrier, policy);
+      return;
+    }
     const int last = (a.rows + 63) / 64 - 1;
 #pragma unroll
     for (int i = 0; i < ROWS64; i++) {
       const size_t block = min(p.row_tile * ROWS64 + i, last);
-      bulk_copy(base + W_AT + stage * W_BYTES + i * TILE, a.w + (block * a.steps + step) * TILE, TILE, barrier, policy);
+      bulk_copy(base + stage * W_BYTES + i * TILE, a.w + (block * a.steps + step) * TILE, TILE, barrier, policy);
     }
   };
   auto copy_activations = [&](int stage, const Place& p, int step) {
-    const u32 to = base + stage * X_BYTES, barrier = full + 8 * stage;
+    const u32 to = base + X_AT + stage * X_BYTES, barrier = full + 8 * stage;
     const int token = p.token_tile * TOKENS;
     if (CLUSTER == 1)
-      copy_box(to, &tokens_map, step * 128, token, barrier, EVICT_LAST);
+      copy_box(to, &tokens_map, (from + step) * 128, token, barrier, EVICT_LAST);
     else
-      copy_box_to_all(to + rank * SHARE * 128, &tokens_map, step * 128, token + rank * SHARE, barrier);
+      copy_box_to_all(to + rank * SHARE * 128, &tokens_map, (from + step) * 128, token + rank * SHARE, barrier, share * CLUSTER);
   };
   auto copy_scales = [&](int stage, const Place& p, int step) {
     const u32 to = base + S_AT + stage * S_BYTES, barrier = full + 8 * stage;
@@ -112,15 +133,18 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
   if (copies) {
     fetch_map(&tokens_map);
     if (STAGED) fetch_map(&y_map);
+    if (HALVES) fetch_map(&weights_map);
     constexpr int ARRIVALS = WARPGROUPS * (BLOCKS ? 4 : 1) * CLUSTER;
     for (int i = 0; i < STAGES; i++) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, ARRIVALS);
+    if (SHARES > 1) init_barrier(base + SUMS_AT, 1);
     fence_barriers();
+    if (SHARES > 1) expect(base + SUMS_AT, (SHARES - 1) * (GROUPS / SHARES + (share < GROUPS % SHARES)) * PIECE);
     const Place p(a, cluster);  // weights need not wait for the kernel before this one
-    for (; loaded < min(STAGES, a.steps); loaded++) copy_weights(loaded, p, loaded);
+    for (; loaded < min(STAGES, steps); loaded++) copy_weights(loaded, p, loaded);
     launch_next();
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_meet();
+  if (GROUP > 1) cluster_meet();
   wait_kernel_before();
 
   if (warpgroup == WARPGROUPS) {
@@ -130,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       int stage = 0, parity = 1, unit = 0;
       for (int tile = cluster; unit < units; tile += clusters) {
         const Place p(a, tile);
-        for (int step = 0; step < a.steps; step++, unit++) {
+        for (int step = 0; step < steps; step++, unit++) {
           if (unit >= (copies ? loaded : STAGES)) {
             wait(empty + 8 * stage, parity);
             if (warp == WEIGHTS) copy_weights(stage, p, step);
@@ -142,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
     __syncwarp();
-    if (CLUSTER > 1) cluster_meet();  // nobody copies into, or arrives at, a block that has left
+    if (GROUP > 1) cluster_meet();  // nobody copies into, or arrives at, a block that has left
     return;
   }
 
@@ -153,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     if (CLUSTER == 1) {
       if (lane == 0) arrive(empty + 8 * stage);
     } else if (lane < CLUSTER)
-      arrive_at(empty + 8 * stage, lane);
+      arrive_at(empty + 8 * stage, share * CLUSTER + lane);
   };
   const int quad = thread % 4;
   int stage = 0, parity = 0;
@@ -161,10 +185,10 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     const Place p(a, tile);
     [[maybe_unused]] int before = -1, last_but_one = -1;
     auto issue = [&](Sum(&part)[COLUMNS / 2], int wave, int add) {
-      const u32 w = base + W_AT + stage * W_BYTES, x = base + stage * X_BYTES;
+      const u32 w = base + stage * W_BYTES, x = base + X_AT + stage * X_BYTES;
       const u64 rows = swizzled_operand(TURNED ? x + (warpgroup * WAVES + wave) * TILE : w + warpgroup * TILE);
       const u64 columns = swizzled_operand(TURNED ? w : x);
-      if (KIND) hold(part);
+      if (KIND && !HALVES) hold(part);
       products_begin();
 #pragma unroll
       for (int k = 0; k < 4; k++) product(part, rows + 2 * k, columns + 2 * k, k ? 1 : add);
@@ -218,12 +242,15 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
 #else
-    const int row = p.row_tile * BM + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 * 2;  // and the next: a thread's rows
+    // A thread's rows: this and the next; of 16 bits, when neighbours have exchanged, also those 8 below, of every second token.
+    const int odd = HALVES ? thread / 4 % 2 : 0, pair = thread % 32 / 4 * (HALVES ? 1 : 2) - odd;
+    const int row_of_thread = p.row_tile * BM + warpgroup * 64 + thread / 32 * 16 + pair;
+    const int last_row = HALVES ? min(a.rows, (p.row_tile + 1) * BM) : a.rows;
     const int first = p.token_tile * TOKENS + quad * 2;
     float scale[2] = {1, 1}, held[HELD ? (TOKENS + 127) / 128 : 2 * BATCH];
     if (KIND < 2) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) scale[i] = __ldg(a.w_scale + min(row + i, a.padded_rows - 1));
+      for (int i = 0; i < 2; i++) scale[i] = __ldg(a.w_scale + min(row_of_thread + i, a.padded_rows - 1));
 #pragma unroll
       for (int i = 0; i < sizeof(held) / 4; i++) {
         const int token = HELD ? p.token_tile * TOKENS + thread + i * 128 : first + i / 2 * 8 + i % 2;
@@ -231,33 +258,33 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
       }
     }
     Sum sum[COLUMNS / 2];
-#if KIND < 2
-#if KIND
+#if KIND != 2
+#if KIND == 1
     Sum part[COLUMNS / 2];
 #else
-    Sum(&part)[COLUMNS / 2] = sum;  // int32 holds all of it
+    Sum(&part)[COLUMNS / 2] = sum;  // int32 and float32 hold all of it
 #endif
 #pragma unroll
     for (int j = 0; j < COLUMNS / 2; j++) sum[j] = 0;
-    constexpr int EVERY = KIND ? 16 : 1 << 28;
+    constexpr int EVERY = KIND == 1 ? 16 : 1 << 28;
     // Every second 64 rows are half a turn ahead, so that one warpgroup adds while the other one's products run.
-    for (int step = 0, end = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? EVERY / 2 : EVERY; step < a.steps; end += EVERY) {
+    for (int step = 0, end = (p.row_tile * WARPGROUPS + warpgroup) % 2 ? EVERY / 2 : EVERY; step < steps; end += EVERY) {
 #pragma unroll 1
-      for (const int begin = step; step < min(end, a.steps); step++) {
+      for (const int begin = step; step < min(end, steps); step++) {
         wait(full + 8 * stage, parity);
         issue(part, 0, step - begin);
         wait_products<1>();
-        if (STAGED && step + 1 == a.steps)
+        if (STAGED && step + 1 == steps)
           last_but_one = before;
         else if (before >= 0)
           release(before);
         advance();
       }
       wait_products<0>();
-      if (!STAGED || step + 1 < a.steps) release(before), before = -1;
+      if (!STAGED || step + 1 < steps) release(before), before = -1;
       hold(part);
 #pragma unroll
-      for (int j = 0; KIND && j < COLUMNS / 2; j++) sum[j] += part[j];
+      for (int j = 0; KIND == 1 && j < COLUMNS / 2; j++) sum[j] += part[j];
     }
 #else
     auto promote = [&](Sum(&part)[COLUMNS / 2], int at) {
@@ -297,6 +324,38 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
     }
     if (!STAGED) release(before);
 #endif
+#if SHARES > 1
+    cluster_meet();  // all have multiplied: sums may be where stages were
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      const int owner = group % SHARES, slot = (share - (share > owner)) * OWNED + group / SHARES;
+      const u32 block = owner * CLUSTER + rank;
+      if (owner != share)
+        send(in_cluster(base + slot * PIECE + threadIdx.x * 16, block), &sum[group * 4], in_cluster(base + SUMS_AT, block));
+    }
+    wait(base + SUMS_AT, 0);
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      if (group % SHARES != share) continue;
+      float* four = &sum[group * 4];
+      float mine[4], total[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) mine[i] = four[i];
+#pragma unroll
+      for (int s = 0; s < SHARES; s++) {
+        const int slot = (s - (s > share)) * OWNED + group / SHARES;
+        const uint4 other = s == share ? uint4{} : load_shared(base + slot * PIECE + threadIdx.x * 16);
+        const u32 bits[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float part = s == share ? mine[i] : __uint_as_float(bits[i]);
+          total[i] = s ? total[i] + part : part;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) four[i] = total[i];
+    }
+#endif
     const u32 scales = base + HELD_AT + warpgroup * HELD_BYTES;
     if (HELD) {
       if (!STAGED) sync_threads(1 + warpgroup, 128);
@@ -312,22 +371,26 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #pragma unroll
       for (int i = 0; i < 2 * BATCH; i++)
         by[i] = HELD ? load_shared_float(scales + ((block + i / 2) * 8 + quad * 2 + i % 2) * 4) : KIND < 2 ? held[i] : 1;
-      auto values = [&](int i) {  // of one token, the thread's two rows
+      auto values = [&](int i) {  // of one token, two neighbouring rows
         const int group = block + i / 2;
         const Sum* four = &sum[group * 4];
+        if (HALVES) {
+          const float a = four[i % 2 * 2], b = four[i % 2 * 2 + 1], got = __shfl_xor_sync(~0u, odd ? a : b, 4);
+          return odd ? float2{got, b} : float2{a, got};
+        }
         return float2{(float)four[i % 2] * scale[0] * by[i], (float)four[2 + i % 2] * scale[1] * by[i]};
       };
 #if STAGED
-      const u32 buffer = base + W_AT + (block / 8 % OUTPUTS ? last_but_one : before) * W_BYTES + warpgroup * TILE;
+      const u32 buffer = base + (block / 8 % OUTPUTS ? last_but_one : before) * W_BYTES + warpgroup * TILE;
       if (block >= 8 * OUTPUTS || !HELD) {  // what was in this buffer has left it
         if (thread == 0) wait_stores_read<OUTPUTS - 1>();
         sync_threads(1 + warpgroup, 128);
       }
 #pragma unroll
       for (int i = 0; i < 2 * min(BATCH, GROUPS - block); i++) {
-        const int token = quad * 2 + i / 2 * 8 + i % 2, piece = thread / 32 * 2 + thread % 32 / 16;
+        const int token = quad * 2 + i / 2 * 8 + (HALVES ? odd : i % 2), at = thread / 32 * 16 + pair + (HALVES ? i % 2 * 8 : 0);
         const float2 v = values(i);
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(buffer + token * 128 + ((piece ^ token % 8) << 4) + thread / 4 % 4 * 4),
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(buffer + token * 128 + ((at / 8 ^ token % 8) << 4) + at % 8 * 2),
                      "r"(two_halves(v.x, v.y))
                      : "memory");
       }
@@ -342,9 +405,10 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #else
 #pragma unroll
       for (int i = 0; i < 2 * BATCH; i++) {
-        const int token = first + (block + i / 2) * 8 + i % 2;
-        if (block + i / 2 >= GROUPS || row >= a.rows || token >= a.tokens) continue;
+        if (block + i / 2 >= GROUPS || SHARES > 1 && (block + i / 2) % SHARES != share) continue;
+        const int token = first + (block + i / 2) * 8 + (HALVES ? odd : i % 2), row = row_of_thread + (HALVES ? i % 2 * 8 : 0);
         const float2 v = values(i);
+        if (row >= last_row || token >= a.tokens) continue;
         const size_t at = (size_t)token * a.rows + row;
         if (a.rows % 2 == 0) {
           if (OUT == 2)
@@ -353,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
             ((u32*)a.y)[at / 2] = two_halves(v.x, v.y);
         } else {
           store_one(a.y, at, v.x);
-          if (row + 1 < a.rows) store_one(a.y, at + 1, v.y);
+          if (row + 1 < last_row) store_one(a.y, at + 1, v.y);
         }
       }
 #endif
@@ -367,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
 #endif
   }
   if (STAGED && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  if (CLUSTER > 1) cluster_meet();
+  if (CLUSTER > 1 && SHARES == 1) cluster_meet();
 }
 #else
 // Activations to FP8 E4M3: code = x / scale in float32, clamped to the finite range, to nearest even; one block a token.
