@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -230,6 +231,32 @@ def test_what_ctrl_c_interrupts_is_not_offered_to_others(overlap: bool) -> None:
     assert engine.info().cached_blocks == 0
     engine.submit(Submit("b", [1, 2, 3, 4, 5], greedy()))
     assert run(engine).tokens["b", 0] == answer([1, 2, 3, 4, 5], 8)
+
+
+@pytest.mark.parametrize("steps", range(1, 20))
+def test_ctrl_c_forgets_no_token_that_a_preempted_request_waits_for(steps: int) -> None:
+    engine = Engine(ScriptedRunner(overlap=True, num_blocks=8), small())
+    for i in range(3):
+        engine.submit(Submit(str(i), [1, 2, 3, i], greedy(max_tokens=20)))
+    for _ in range(steps):
+        engine.step()
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.runner.launch = launch
+    engine.submit(Submit("last", [5, 6], greedy()))
+    assert run(engine).tokens["last", 0] == answer([5, 6], 8)
+
+
+def test_a_preempted_request_that_said_its_prompts_logprobs_comes_from_the_cache() -> None:
+    engine = Engine(ScriptedRunner(num_blocks=8), small())
+    for i in range(3):
+        engine.submit(Submit(str(i), [i] * 9, greedy(max_tokens=12, prompt_logprobs=0)))
+    answers = run(engine)
+    assert [len(one.prompt_logprobs or ()) for one in answers.deltas if len(one.token_ids)].count(9) == 3
+    assert engine.info().preemptions > 0
+    assert engine.info().prefix_hits > 0
 
 
 def test_a_lost_device_answers_its_requests_and_then_ends_the_engine() -> None:

@@ -361,6 +361,22 @@ def test_echo_with_logprobs(engine, client, max_tokens, stream):
     assert (usage.prompt_tokens, usage.completion_tokens) == (5, 2 * max_tokens)
 
 
+def test_a_bos_takes_no_room_in_the_text_that_offsets_are_of(engine, client):
+    asked = {"model": "scripted", "echo": True, "logprobs": 0, "max_tokens": 1}
+    for prompt, offsets in (([END, 120, 65], [0, 0, 1, 2]), ([120, 65], [0, 1, 2])):
+        choice = client.completions.create(prompt=prompt, **asked).choices[0]
+        assert (choice.text, choice.logprobs.text_offset) == ("xA" + ANSWER[0], offsets)
+
+
+def test_echo_with_more_logprobs_than_memory_should_hold(engine, url):
+    """A body of 16 MB can name 8 million tokens, and ask for 21 numbers about each, 128 times."""
+    body = {"model": "scripted", "echo": True, "max_tokens": 1}
+    for n, logprobs, param in ((128, 20, "echo"), (13, 20, "echo"), (2, 20, None), (32, None, None)):
+        asked = body | {"prompt": [[65] * 200] * 20, "n": n, "logprobs": logprobs}
+        answer = httpx.post(url + "/v1/completions", json=asked, timeout=60)
+        assert answer.json().get("error", {}).get("param") == param
+
+
 def test_max_tokens_0_is_for_echo(engine, client):
     assert client.completions.create(model="scripted", prompt="ab", echo=True, max_tokens=0).choices[0].text == "ab"
     with pytest.raises(openai.BadRequestError, match="max_tokens = 0"):

@@ -175,8 +175,8 @@ class Engine:
         answers, self._answers = self._answers, []
         try:
             self._step(answers)
-        except BaseException:  # Ctrl-C: nobody knows what the blocks of those that run hold
-            for request in list(self.scheduler.running):
+        except BaseException:  # Ctrl-C: nobody knows what the blocks of those that run hold, and tokens in flight are lost
+            for request in [*self.scheduler.running, *(one for one in self.scheduler.waiting if one.in_flight)]:
                 self._fail_one(request, "the step was interrupted", answers)
             self._answers, self._in_flight = answers, None
             if self.config.tensor_parallel > 1:  # as in `_fail`
@@ -259,7 +259,7 @@ class Engine:
             if reason is not None:
                 self._end(request, reason)
             entries = None if logprobs is None or logprobs[i] is None else [logprobs[i]]
-            prompt = request.prompt_logprobs if request.num_generated == 1 else None
+            prompt, request.prompt_logprobs = request.prompt_logprobs, None  # said once
             answers.append(Delta(request.request_id, request.index, [token], entries, reason, request.cached_tokens,
                                  prompt_logprobs=prompt))
 

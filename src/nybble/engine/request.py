@@ -49,7 +49,7 @@ class Request:
         self.slot = NO_SLOT  # row of the device's token pool and block tables while running
         self.admission = 0  # serial number of the last time it was given blocks and a slot
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None  # one by one as prompt rows are computed, if wanted
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None  # if wanted, until they are said
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [TokenLogprob(prompt[0], None, []), *[None] * (len(prompt) - 1)]
         self.finish_reason: str | None = None

@@ -99,7 +99,7 @@ class CompletionAnswer(Answer):
     def __init__(self, model: str, tokenizer: Tokenizer, params: SamplingParams, body: CompletionRequest,
                  echo: list[str] | None) -> None:
         super().__init__(model, tokenizer, params, body)
-        self._offsets: dict[int, int] = {}
+        self._echo, self._offsets = echo, {}
         self._before = {i: echo[i // params.n] for i in range(len(echo or ()) * params.n)}  # by completion, until it was sent
         self.silent = body.max_tokens == 0
 
@@ -121,11 +121,14 @@ class CompletionAnswer(Answer):
             return None
         out: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in tokens:
-            text, offset = self._name(one.token_id), self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(self.token_text(one.token_id))
+            text, offset = self.token_text(one.token_id), self._offsets.get(index, 0)
             pairs = [(one.token_id, one.logprob), *one.top[: self.params.logprobs]]
-            begins = one.logprob is None  # a prompt
-            out["tokens"].append(text)
+            begins = one.logprob is None  # a prompt, with a BOS that its text has not
+            if (begins and self.tokenizer.special_id(text) is not None
+                    and not self._echo[index // self.params.n].startswith(text)):
+                text = ""
+            self._offsets[index] = offset + len(text)
+            out["tokens"].append(self._name(one.token_id))
             out["token_logprobs"].append(None if begins else max(one.logprob, LEAST))
             out["top_logprobs"].append(None if begins else {self._name(i): max(p, LEAST) for i, p in pairs})
             out["text_offset"].append(offset)

@@ -48,6 +48,7 @@ BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequ
 SHOWN = (*BODIES, "/v1/models", "/health", "/metrics", "/version")
 INFO_S = 2.0  # for the engine's figures
 SILENT_S = 120.0  # longer than any step, the first of a kind included
+MOST_ECHOED = 1 << 20  # log-probabilities of prompts in an answer: some 150 bytes each, and a second of the event loop
 LONG_TEXT = 20_000  # characters from which text work leaves the event loop
 # What JSON may hold as it is and no end of a line in an event stream, but is one for Python's str.splitlines.
 LINE_ENDS = {b"\\u%04x" % code: chr(code).encode() for code in (0x85, 0x2028, 0x2029)}
@@ -112,7 +113,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
         params, prompts = body.params(**server.sampling), body.prompts()
         token_ids = [await _ids(tokenizer, one) if isinstance(one, str) else one for one in prompts]
         params = _fit(server, params, token_ids, "prompt", explicit=body.max_tokens is not None)
-        echo = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts] if body.echo else None
+        echo = [one if isinstance(one, str) else await _run(len(one), tokenizer.decode, one) for one in prompts
+                ] if body.echo else None
         return await _answer(server, request, CompletionAnswer(server.name, tokenizer, params, body, echo), token_ids, params)
 
     @app.get("/v1/models")
@@ -233,6 +235,11 @@ def _fit(server: Server, params: SamplingParams, prompts: list[list[int]], param
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
     if params.min_tokens > limit:
         raise RequestError(400, f"min_tokens is {params.min_tokens}, but at most {limit} fit", param="min_tokens")
+    if params.prompt_logprobs is not None:
+        echoed = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
+        if echoed > MOST_ECHOED:
+            raise RequestError(400, f"echo with logprobs asks for {echoed} log-probabilities; at most {MOST_ECHOED}: send "
+                               "fewer prompts, or lower logprobs or n", param="echo")
     waiting = server.metrics.queued + len(prompts)
     if waiting > server.max_waiting:
         if len(prompts) > server.max_waiting:
