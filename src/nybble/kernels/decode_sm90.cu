@@ -62,17 +62,6 @@ __device__ __forceinline__ float power(float x) {
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 }
-__device__ __forceinline__ float half_value(unsigned short x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
-__device__ __forceinline__ unsigned short half_of(float x) {
-  unsigned short y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float value(unsigned short x) { return OUT ? half_value(x) : __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ void round_pair(float& low, float& high) {
   const u32 both = two_halves(low, high);
   low = value(both & 0xFFFF), high = value(both >> 16);

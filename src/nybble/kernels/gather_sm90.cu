@@ -26,11 +26,6 @@ __device__ __forceinline__ u32 pair_of(float first, float second) {
   return both;
 }
 __device__ __forceinline__ float whole(u32 bits) { return __uint_as_float(bits) - 8388608.f; }
-__device__ __forceinline__ float half_value(unsigned short x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Arguments a) {
   const int tiles = a.capacity / TOKENS, start = blockIdx.x % tiles * TOKENS, is_v = blockIdx.x / tiles % 2;

@@ -66,17 +66,6 @@ __device__ __forceinline__ void widen_head(float (&y)[16], const u32 (&x)[8]) {
     for (int j = 0; j < 8; j++) y[8 * i + j] = half[j];
   }
 }
-__device__ __forceinline__ float half_value(unsigned short x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
-__device__ __forceinline__ unsigned short half_of(float x) {
-  unsigned short y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float value(unsigned short x) { return OUT ? half_value(x) : __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ u32 most_of(u32 a, u32 b) {  // of pairs; a number, where one is
   u32 most;
   if (OUT == 0)

@@ -138,6 +138,18 @@ __device__ __forceinline__ void locate(const Arguments& a, int tile, int& row_ti
   int height = max(1, min(a.token_tiles - band * a.order, a.order));
   row_tile = inside / height, token_tile = band * a.order + inside % height;
 }
+__device__ __forceinline__ float half_value(unsigned short x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ unsigned short half_of(float x) {
+  unsigned short y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+// Of the outputs' type.
+__device__ __forceinline__ float value(unsigned short x) { return OUT ? half_value(x) : __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ void widen(float (&out)[8], const uint4& v) {  // 16-bit values of the outputs' type
   const u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
