@@ -91,6 +91,10 @@ def test_whatever_a_step_of_so_many_rows_takes_is_compiled_ahead(name: str, monk
                 decode_hopper.run(some, heads, kv, step, 1.0, torch.zeros(400, 128) if fused else None, fused)
     assert len(asked_for) > 128
     assert all(one in compiled for one in asked_for)
+    compiled.clear()
+    decode_hopper.compile_ahead(kv, heads, torch.bfloat16, 128, None)  # of a model that turns K and Q
+    assert compiled == [one for one in compiled if not one["FUSED"]]
+    assert {one["WARPS"] for one in compiled} == {one["WARPS"] for one in asked_for if not one["FUSED"]}
 
 
 @pytest.mark.parametrize("quantize", [True, False])

@@ -112,7 +112,7 @@ class ModelRunner:
         """Raises RuntimeError when attention over caches like this one is off on this device."""
         attention = self.model.layers[0].attention
         if attention.ops.compile_decode is not None:
-            quantize = attention.o.takes == PER_TOKEN_INT8
+            quantize = attention.o.takes == PER_TOKEN_INT8 if attention.plain(kv) else None
             attention.ops.compile_decode(kv, self.model.config.num_heads, self.model.dtype, max_batch, quantize)
         for window in set(self.model.config.windows):
             selftest.check_attention(attention.ops, kv, self.model.config.num_heads, window, self.model.dtype)

@@ -92,14 +92,15 @@ def kernel(device: int, *defined: Any) -> ctypes.c_void_p:
     return nvrtc.load(code, "decode", nvrtc.MOST_BYTES, device)
 
 
-def compile_ahead(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool) -> None:
-    """What `run` will be asked for, by steps of up to so many rows over a cache like `kv`: start compiling it."""
+def compile_ahead(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool | None) -> None:
+    """What `run` will be asked for, by steps of up to so many rows over a cache like `kv`: start compiling it. quantize: what
+    becomes of projections, None where only queries come."""
     _, kv_heads, block_size, _ = kv.v.shape
     group, count = heads // kv_heads, nvrtc.processors(kv.v.device.index)
     if dtype not in OUT or not _takes(kv, heads):
         return
     kinds = {(shape_for(kv.name, pairs, group, count), fused) for pairs in range(kv_heads, rows * kv_heads + 1, kv_heads)
-             for fused in (False, True) if not fused or pairs <= MOST_AT_ONCE[kv.name]}
+             for fused in (False, quantize is not None) if not fused or pairs <= MOST_AT_ONCE[kv.name]}
     nvrtc.compile_ahead(source_and_defines(shape, kv.name, kv_heads, group, block_size, fused, fused and quantize, OUT[dtype])
                         for shape, fused in sorted(kinds))
 

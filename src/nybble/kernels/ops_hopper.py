@@ -152,8 +152,9 @@ def decode(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int,
     return quantize_rows(seen.flatten(1)) if quantize else seen
 
 
-def compile_decode(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool) -> None:
-    """Start compiling what steps over a cache like `kv` will ask for, of up to so many generated tokens."""
+def compile_decode(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool | None) -> None:
+    """Start compiling what steps over a cache like `kv` will ask for, of up to so many generated tokens. quantize: see
+    `decode_hopper.compile_ahead`."""
     decode_hopper.compile_ahead(kv, heads, dtype, rows, quantize)
     cache_hopper.compile_ahead(kv, heads, dtype, attention_triton.GATHER_TILE)
 

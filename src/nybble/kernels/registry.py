@@ -62,7 +62,7 @@ class Ops:
     turn_heads: Callable[[Tensor, Tensor], Tensor]
     silu_mul_part: Callable[..., Rows | None] | None = None  # see `ops_hopper`; not every device has it
     decode: Callable[..., Tensor | Rows] | None = None  # rope_write, attention and quantize_rows of generated tokens, at once
-    compile_decode: Callable[[LayerKV, int, torch.dtype, int, bool], None] | None = None  # starts on what steps will need
+    compile_decode: Callable[[LayerKV, int, torch.dtype, int, bool | None], None] | None = None  # starts on what steps need
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,11 @@ class Attention:
         return seen if kv.v_heads is None else seen.mul_(self._per_query(kv.v_heads, q))
 
     def _at_once(self, kv: LayerKV, step: Step) -> bool:
-        """Whether a step `sees_own`, and nothing lies between rotation and cache."""
-        extras = (self.q_norm, self.k_norm, self._turn(kv), kv.k_heads, kv.v_heads)
-        return self.ops.decode is not None and step.sees_own and all(x is None for x in extras)
+        return self.ops.decode is not None and step.sees_own and self.plain(kv)
+
+    def plain(self, kv: LayerKV) -> bool:
+        """Whether nothing lies between the projection, rotation and a cache like `kv`: one kernel may then do all of it."""
+        return all(x is None for x in (self.q_norm, self.k_norm, self._turn(kv), kv.k_heads, kv.v_heads))
 
     def _turn(self, kv: LayerKV) -> Turn | None:
         """A cache of 16 bits takes K and V as they are, and so does one whose scales were measured on them."""
