@@ -218,7 +218,7 @@ def test_observed_inputs_are_the_ones_transformers_linears_see(tiny: Any) -> Non
     assert seen.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(seen[name], value, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model.final(hidden, None, step), model.hidden(step, kv), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.final(hidden, None), model.hidden(step, kv), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_streamed_one_at_a_time_are_the_model(tiny: Any) -> None:
@@ -234,7 +234,7 @@ def test_layers_streamed_one_at_a_time_are_the_model(tiny: Any) -> None:
         assert layer.part("v_proj").name == f"model.layers.{index}.self_attn.v_proj"
         hidden = layer.run(hidden, kv[index], step)
     wanted = reference_logits(reference, ids).flatten(0, 1)
-    torch.testing.assert_close(model.logits(model.final(hidden, None, step)), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.logits(model.final(hidden, None)), wanted, rtol=1e-4, atol=1e-4)
 
 
 def quantize_both(model: Decoder, reference: Any, scheme_name: str) -> None:

@@ -877,7 +877,7 @@ def test_auto_measures_how_far_predictions_move(checkpoint: Path):
     model = load_model(open_checkpoint(checkpoint), "cpu", editable=True)
 
     def logits(hidden: Tensor) -> Tensor:
-        return model.logits(model.final(hidden, None, stream.steps[0][0]))
+        return model.logits(model.final(hidden, None))
 
     measured = auto.measure((job.layer(i) for i in range(2)), stream, logits, recipe, torch.float16)
     found = {(c.place, c.scheme): c for c in measured}

@@ -51,7 +51,7 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
     """A packed step for other ranks: sizes and `Step`'s numbers, the fields' bytes, which graph runs it, and whether its tokens
     are drawn in a way that only rank 0 knows."""
 
-    sizes: tuple[int, int, int, int]  # of `_step_fields`
+    sizes: tuple[int, int, int, int, int]  # of `_step_fields`
     numbers: tuple[int, int, int, int | None]
     data: bytes
     graph: str
@@ -75,7 +75,7 @@ class Stage:
         self._admission = np.zeros(max_batch, np.int64)  # whose table and parameters they are
         self._drawn = np.full(max_batch, -1)  # position of the token that a slot drew last
         self._numbers = np.arange(max(max_tokens, max_rows) + 1)
-        _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, self.width) + _draw_fields(max_batch, max_batch))
+        _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, max_rows, self.width) + _draw_fields(max_batch, max_batch))
         pinned = device.type == "cuda"
         # Two, so that the next step is written while the copy of this one is under way; on a CPU the host buffer is used.
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
@@ -86,7 +86,7 @@ class Stage:
 
     def pack(self, plan: Plan, rows: int | None = None, width: int | None = None, tokens: int | None = None) -> Batch:
         """rows, width: pad a decode-only plan to this many rows and blocks per row (its samples are then all its rows).
-        tokens: pad to this many tokens that belong to no row.
+        tokens: pad to this many tokens that belong to no row, and `logit_rows` to the most there can be.
 
         Padding writes nothing (slot -1), reads block 0 and is not sampled.
         """
@@ -103,7 +103,8 @@ class Stage:
         drawing = slots[sampled]
         how = None if self._how["plain"][drawing].all() else {name: values[drawing] for name, values in self._how.items()}
         penalized = np.flatnonzero(how["penalized"]) if how else ()
-        fields = _step_fields(total, rows or real, rows or samples, width)
+        drawn = rows or samples
+        fields = _step_fields(total, rows or real, min(tokens, len(self._tables)) if tokens else drawn, drawn, width)
         fields += _draw_fields(samples if how else 0, len(penalized))
         views, tensors, copied = self._views(fields, self._next_host())
 
@@ -129,6 +130,8 @@ class Stage:
         views["block_table"][:real] = self._tables[slots, :width]
         views["logit_rows"][:samples] = query_start[sampled + 1] - 1
         views["draw_slots"][:samples] = drawing
+        if tokens is not None:
+            views["logit_rows"][samples:] = 0
         if used < total:
             token_ids[used:], views["positions"][used:], views["slots"][used:] = 0, 0, -1
         if rows is not None and real < rows:
@@ -151,7 +154,7 @@ class Stage:
     def staged(self, batch: Batch, graph: str) -> Staged:
         """Of the step that was packed last."""
         step = batch.step
-        sizes = (len(step.token_ids), len(step.context_len), len(batch.slots), step.block_table.shape[1])
+        sizes = (len(step.token_ids), len(step.context_len), len(step.logit_rows), len(batch.slots), step.block_table.shape[1])
         _, used = _layout(_step_fields(*sizes))
         numbers = tuple(getattr(step, name) for name in NUMBERS)
         return Staged(sizes, numbers, self._hosts[self._turn][:used].numpy().tobytes(), graph, batch.draws is not None)
@@ -247,12 +250,12 @@ def _step(tensors: dict[str, Tensor], numbers: Sequence[int | None]) -> Step:
     return Step(**{name: tensors[name] for name in TENSORS}, **dict(zip(NUMBERS, numbers)))
 
 
-def _step_fields(tokens: int, rows: int, samples: int, width: int) -> Fields:
+def _step_fields(tokens: int, rows: int, logits: int, samples: int, width: int) -> Fields:
     return (
         ("token_ids", torch.int64, (tokens,)),
         ("slots", torch.int64, (tokens,)),
         ("positions", torch.int32, (tokens,)),
-        ("logit_rows", torch.int64, (samples,)),
+        ("logit_rows", torch.int64, (logits,)),
         ("draw_slots", torch.int64, (samples,)),
         ("query_start", torch.int32, (rows + 1,)),
         ("context_len", torch.int32, (rows,)),

@@ -43,6 +43,12 @@ def tokens_triton() -> ModuleType:
     return tokens_triton
 
 
+def _scores(plan: Plan) -> bool:
+    """Whether log-probabilities of a prompt are wanted, beyond its first token."""
+    return any(plan.requests[row].prompt_logprobs is not None and plan.starts[row] + 1 < plan.requests[row].num_prompt
+               for row in range(plan.num_decode, len(plan.requests)))
+
+
 class ModelRunner:
     """Owns the KV cache, the token pool, penalty counts and graphs of one model on its device.
 
@@ -125,7 +131,8 @@ class ModelRunner:
         if decodes and self._decode is not None:
             batch, graph = self._stage.pack(plan, *self._decode.shape_for(rows, self._stage.width_for(plan))), "decode"
         else:
-            padded = self._mixed.tokens_for(plan.num_tokens) if self._mixed is not None else None
+            graphs = self._mixed is not None and plan.num_decode < len(plan.requests) and not _scores(plan)
+            padded = self._mixed.tokens_for(plan.num_tokens) if graphs else None
             batch, graph = self._stage.pack(plan, tokens=padded), "" if padded is None else "mixed"
         if self.tell is not None:
             self.tell(self._stage.staged(batch, graph))
@@ -158,11 +165,18 @@ class ModelRunner:
         """-> logits, greedy tokens and what waits for the plan's `Sampled.scored`, or None what is not computed."""
         if graph == "decode":
             return *self._decode.run(batch.step, batch.slots), None
-        x, residual = self._mixed.run(batch.step) if graph else attend(self._pieces(batch.step), batch.step)
-        scored = None if plan is None else self._score(x, residual, batch.step, plan)
-        return self.model.logits(self.model.final(x, residual, batch.step)) if len(batch.slots) else None, None, scored
+        step, drawn, scored = batch.step, len(batch.slots), None
+        if graph:
+            x, residual = self._mixed.run(step)
+        elif plan is None or not _scores(plan):
+            x, residual = attend(self._pieces(step), step)
+        else:
+            x, residual = attend(self._pieces(replace(step, logit_rows=None)), step)
+            scored = self._score(x, residual, plan)
+            x, residual = x[step.logit_rows], residual[step.logit_rows]
+        return self.model.logits(self.model.final(x[:drawn], residual[:drawn])) if drawn else None, None, scored
 
-    def _score(self, x: Tensor, residual: Tensor | None, step: Step, plan: Plan) -> Callable[[], list] | None:
+    def _score(self, x: Tensor, residual: Tensor, plan: Plan) -> Callable[[], list]:
         """Prompt rows that want log-probabilities, `max_batch` logits at a time: as many as the largest step has."""
         spans: list[tuple[int, int, int]] = []  # row, position of its first target, how many
         rows, targets, count, first = [], [], 0, plan.num_decode
@@ -175,12 +189,10 @@ class ModelRunner:
                 targets += following
                 count = max(count, request.params.prompt_logprobs)
             first += tokens
-        if not targets:
-            return None
         parts = []
         for some, following in zip(*(index(whole, self.device).split(len(self._counted)) for whole in (rows, targets))):
-            hidden = self.model.final(x, residual, replace(step, logit_rows=some))
-            parts.append(logprobs(self.model.logits(hidden), following, count))
+            logits = self.model.logits(self.model.final(x[some], residual[some]))
+            parts.append(logprobs(logits, following, count))
         wait = self._to_host([torch.cat(part) for part in zip(*parts)], None)
 
         def scored() -> list[tuple[int, int, list[TokenLogprob]]]:
@@ -225,7 +237,7 @@ class ModelRunner:
     def _decode_step(self, step: Step, slots: Tensor) -> tuple[Tensor, Tensor]:
         """-> logits [S, V] of all rows, and the greedy tokens [S], which the pool has then."""
         step = replace(step, logit_rows=None)
-        logits = self.model.logits(self.model.final(*attend(self._pieces(step), step), step))
+        logits = self.model.logits(self.model.final(*attend(self._pieces(step), step)))
         return logits, self._greedy(logits, slots)
 
     def _greedy(self, logits: Tensor, slots: Tensor) -> Tensor:
@@ -363,9 +375,10 @@ class ModelRunner:
 
     def _largest_step(self, limits: Limits, num_tokens: int) -> None:
         """Prompts of so many tokens in every slot, with everything the sampler can do; then one beside generated tokens in all
-        other slots, one of the longest context, which makes all partial sums large. They write to block 0."""
+        other slots, one of the longest context, which makes all partial sums large. They write to block 0 and want
+        log-probabilities of prompts, for which no graphs are used."""
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias={0: 1.0}, logprobs=20,
-                                max_tokens=None)
+                                prompt_logprobs=20, max_tokens=None)
         requests, left = [], num_tokens
         for slot in range(limits.max_batch):
             length = max(1, min(left - (limits.max_batch - slot - 1), self.max_context - 1))

@@ -58,10 +58,17 @@ class Layer:
         """[T, H] and what is still to be added to it -> the same pair after the layer."""
         return attend(self.pieces(x, residual, kv, step, observe), step)
 
-    def pieces(self, x: Tensor, residual: Tensor | None, kv: LayerKV, step: Step, observe: Observe | None = None) -> Pieces:
+    def pieces(self, x: Tensor, residual: Tensor | None, kv: LayerKV, step: Step, observe: Observe | None = None,
+               rows: Tensor | None = None) -> Pieces:
+        """rows: int64 [S], tokens that go on behind the attention; None: all."""
         quantize = observe is None
         normed, residual = self.input_norm(x, residual, quantize and self.attention.qkv.takes is not None)
         attended = yield self.attention, self.attention.project(normed, kv, step, observe), kv
+        if rows is not None:
+            attended = Rows(*(part[rows] for part in attended)) if isinstance(attended, Rows) else attended[rows]
+            residual = residual[rows]
+            if not len(rows):
+                return residual, residual
         x = self.attention.o(attended if isinstance(attended, Rows) else attended.flatten(1), observe)
         normed, residual = self.post_norm(x, residual, quantize and self.mlp.gate_up.takes is not None)
         return self.mlp(normed, observe), residual
@@ -106,20 +113,18 @@ class Decoder:
 
         Writes K and V of the step's tokens to `kv`, one per layer.
         """
-        return self.final(*attend(self.pieces(step, kv), step), step)
+        return self.final(*attend(self.pieces(step, kv), step))
 
     def pieces(self, step: Step, kv: Sequence[LayerKV]) -> Pieces:
-        """Embedding and layers; what they end with is for `final`."""
+        """Embedding and layers; what they end with, of `step.logit_rows` alone, is for `final`."""
         x, residual = self.embedding(step.token_ids), None
         for layer, cache in zip(self.layers, kv, strict=True):
-            x, residual = yield from layer.pieces(x, residual, cache, step)
+            rows = step.logit_rows if layer is self.layers[-1] else None
+            x, residual = yield from layer.pieces(x, residual, cache, step, rows=rows)
         return x, residual
 
-    def final(self, x: Tensor, residual: Tensor | None, step: Step) -> Tensor:
-        """The last norm, over the rows whose logits are wanted."""
-        rows = step.logit_rows
-        if rows is not None:
-            x, residual = x[rows], None if residual is None else residual[rows]
+    def final(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The last norm."""
         return x if x.shape[0] == 0 else self.norm(x, residual, False)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -263,7 +263,7 @@ class _Run:
                     yield self.layer(index)
 
             def logits(hidden: Tensor) -> Tensor:
-                return ends.logits(ends.final(hidden, None, stream.steps[0][0]))
+                return ends.logits(ends.final(hidden, None))
 
             measured = auto.measure(layers(), stream, logits, self.recipe, self.checkpoint.dtype)
             self.saved.note("measured", [dataclasses.astuple(c) for c in measured])
