@@ -646,7 +646,7 @@ def test_the_offline_benchmark_reports_what_it_did(model: Decoder, tmp_path: Pat
     assert 0 < line["itl_p99"] < line["wall_s"]
     assert line["host_ms_step"] > 0
     assert line["gpu_busy"] is None
-    assert line["command"].endswith("--longest 64 --order longest --prefill-interval 2")
+    assert line["command"].endswith("--longest 64 --order longest --device cpu --prefill-interval 2")
     assert json.loads((tmp_path / "lines").read_text()) == line
     arrival = json.loads(offline.run("tiny", loaded=model, device="cpu", **options, order="arrival"))
     assert (arrival["order"], arrival["in_tok"], arrival["out_tok"]) == ("arrival", 140, 70)

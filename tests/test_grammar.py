@@ -303,9 +303,13 @@ def test_arguments_are_an_object_where_parameters_do_not_say_so(url):
 def test_refused_over_http(url):
     client = openai.OpenAI(base_url=url, api_key="unused", max_retries=0)
     broken = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
+    pattern = {"type": "string", "pattern": "^(a+)+$", "minLength": 5000, "maxLength": 100000}  # too many states, later
+    endless = {"type": "json_schema", "json_schema": {"name": "a", "schema": pattern}}
     tool, text = ({"type": "function", "function": {"name": "f", "parameters": parameters}}
                   for parameters in ({"properties": {"a": {"type": "nonsense"}}}, {"type": "string"}))
     for asked, param, why in (({"response_format": broken}, "response_format", "nonsense"),
+                              ({"response_format": endless}, "response_format", "cannot be followed to its end"),
+                              ({"response_format": endless, "n": 3}, "response_format", "cannot be followed to its end"),
                               ({"extra_body": {"guided_regex": "(a"}}, "guided_regex", "unclosed group"),
                               ({"tools": [tool], "tool_choice": "required"}, "tools", "these tools.*nonsense"),
                               ({"tools": [text]}, "tools[0].function.parameters", "arguments are an object")):

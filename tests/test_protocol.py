@@ -34,11 +34,14 @@ ANY_JSON = st.recursive(
 
 
 class Letters:
-    """A detokenizer whose token ids are code points; the last `lag` letters of a push wait for the next, as half a
-    character would."""
+    """A tokenizer, and its detokenizer, whose token ids are code points; the last `lag` letters of a push wait for the next, as
+    half a character would."""
 
     def __init__(self, lag: int = 0) -> None:
         self._lag, self._waiting = lag, ""
+
+    def stream(self, skip_special, prompt):
+        return self
 
     def push(self, ids):
         text = self._waiting + "".join(map(chr, ids))
@@ -64,29 +67,31 @@ def first_stop(text, stops, include):
 @given(text=st.text("ab c", max_size=30), stops=st.lists(st.text("ab c", min_size=1, max_size=5), max_size=3),
        include=st.booleans(), cuts=st.lists(st.integers(1, 6), max_size=30), lag=st.integers(0, 2))
 def test_stop_strings_however_the_tokens_are_cut(text, stops, include, cuts, lag):
-    stream, got, used, at = TextStream(Letters(lag), tuple(stops), include), "", 0, 0
+    stream = TextStream(Letters(lag), SamplingParams(stop=tuple(stops), include_stop=include))
+    got, used, at, reason = "", 0, 0, None
     for size in [*cuts, *[1] * 30]:
         ids = [ord(letter) for letter in text[at : at + size]]
-        if not ids or stream.stopped:
+        if not ids or reason:
             break
         at += size
-        new, count = stream.push(ids)
+        new, count, reason = stream.take(Delta("", 0, ids))
         got, used = got + new, used + count
         wanted, _ = first_stop(text, stops, include)
         assert wanted.startswith(got)  # nothing is sent that would have to be taken back
         held = min(at, len(wanted)) - len(got)
         assert held <= max((len(stop) - 1 for stop in stops), default=0) + lag  # and no more is held than may be a stop
-    got += stream.finish()
-    assert (got, stream.stopped) == first_stop(text, stops, include)
-    assert used == len(text) or stream.stopped
+    if not reason:
+        rest, _, reason = stream.take(Delta("", 0, [], finish_reason="length"))
+        got += rest
+    assert (got, reason == "stop") == first_stop(text, stops, include)
+    assert used == len(text) or reason == "stop"
 
 
 def test_the_first_complete_stop_string_wins():
-    stream = TextStream(Letters(), ("bcd", "c"))
-    assert stream.push([*b"abcd"]) == ("ab", 3)
-    assert stream.stopped
-    held = TextStream(Letters(), ("xyz",))
-    assert [held.push([letter])[0] for letter in b"axyxyq"] == ["a", "", "", "xy", "", "xyq"]
+    stream = TextStream(Letters(), SamplingParams(stop=("bcd", "c")))
+    assert stream.take(Delta("", 0, [*b"abcd"])) == ("ab", 3, "stop")
+    held = TextStream(Letters(), SamplingParams(stop="xyz"))
+    assert [held.take(Delta("", 0, [letter]))[0] for letter in b"axyxyq"] == ["a", "", "", "xy", "", "xyq"]
 
 
 @pytest.mark.parametrize(("kind", "base", "fields"), [

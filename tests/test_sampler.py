@@ -229,14 +229,13 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 
 def test_splitmix_is_the_published_one() -> None:
     """First outputs of SplitMix64 for state 1234567, as listed with the algorithm's public test vectors."""
-    from nybble.engine.request import _splitmix
-    from nybble.engine.sampler import _splitmix as of_arrays
+    from nybble.engine.request import splitmix
 
     state, golden = 1234567, 0x9E3779B97F4A7C15
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     states = [(state + i * golden) % 2**64 for i in range(5)]
-    assert [_splitmix(z) for z in states] == published
-    assert of_arrays(np.array(states, np.uint64)).tolist() == published
+    assert [splitmix(z) for z in states] == published
+    assert splitmix(np.array(states, np.uint64)).tolist() == published
 
 
 def test_mixing_is_murmurs_finalizer() -> None:
@@ -330,6 +329,7 @@ def test_seeds_positions_and_completions_draw_differently_and_repeatably() -> No
     assert len(set(tokens)) == 6
     assert tokens == sample(x, draws(seeds, positions), None).tolist()
     assert completion_seed(12, 0) == 12
+    assert 0 <= completion_seed(-1, 0) < 2**64  # OpenAI's seeds may be negative
 
 
 def test_extreme_temperatures_and_logits() -> None:

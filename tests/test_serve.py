@@ -25,12 +25,16 @@ import msgspec
 import openai
 import pytest
 import uvicorn
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from nybble.engine.client import EngineDied, RequestRefused
 from nybble.engine.messages import Delta, Info, TokenLogprob
+from nybble.serve.answers import CompletionAnswer
 from nybble.serve.app import create_app
 from nybble.serve.launch import ServeError, serve
-from nybble.text import load_tokenizer
+from nybble.serve.protocol import CompletionRequest
+from nybble.text import Tokenizer, load_tokenizer
 
 END, START, BOS = 256, 257, 258
 ANSWER = "Grüße, 🌍! The end."
@@ -368,6 +372,19 @@ def test_a_bos_takes_no_room_in_the_text_that_offsets_are_of(engine, client):
         assert (choice.text, choice.logprobs.text_offset) == ("xA" + ANSWER[0], offsets)
 
 
+def test_a_first_words_space_takes_no_room_in_the_text_that_offsets_are_of():
+    """SentencePiece puts a space before every text, which the text has not: the offsets are those of its words."""
+    words = ["<unk>", "▁Paris", "▁is", "▁big"]
+    backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(backend, {}, {}, (), None)
+    body = CompletionRequest(model="m", prompt=[1, 2], echo=True, logprobs=0)
+    answer = CompletionAnswer("m", tokenizer, body.params(), body, [tokenizer.decode([1, 2])])
+    scored = [TokenLogprob(1, None, []), TokenLogprob(2, -1.0, []), TokenLogprob(3, -1.0, [])]
+    choice = answer.choice(0, " big", scored, "length")
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("Paris is big", [0, 5, 8])
+
+
 def test_echo_with_more_logprobs_than_memory_should_hold(engine, url):
     """A body of 16 MB can name 8 million tokens, and ask for 21 numbers about each, 128 times."""
     body = {"model": "scripted", "echo": True, "max_tokens": 1}
@@ -393,6 +410,8 @@ def test_sampling_fields_reach_the_engine(engine, client):
     assert (p.min_tokens, p.ignore_eos, p.stop_token_ids, p.skip_special_tokens) == (1, True, (5,), False)
     chat(client)
     assert (engine.params[1].temperature, engine.params[1].top_p, engine.params[1].seed) == (1.0, 1.0, None)
+    chat(client, top_p=0, seed=-(2**63))  # OpenAI takes both
+    assert (engine.params[2].top_p, engine.params[2].top_k, engine.params[2].seed) == (1.0, 1, -(2**63))
 
 
 def test_template_inputs_and_special_tokens(engine, client):
@@ -409,8 +428,8 @@ def test_template_inputs_and_special_tokens(engine, client):
 
 BAD = [
     ({"bogus": 1}, "bogus"), ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"n": 0}, "n"),
-    ({"n": 1.5}, "n"), ({"n": 10**30}, "n"), ({"seed": -1}, "seed"), ({"seed": 2**64}, "seed"), ({"stop": ""}, "stop"),
+    ({"temperature": True}, "temperature"), ({"top_p": -0.1}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"), ({"n": 10**30}, "n"), ({"seed": 2**63}, "seed"), ({"seed": 2**64}, "seed"), ({"stop": ""}, "stop"),
     ({"stop": ["a", 1]}, "stop[1]"), ({"stop": ["a"] * 17}, "stop"), ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"), ({"top_logprobs": 3}, "top_logprobs"),
@@ -479,6 +498,8 @@ def test_structured_output_reaches_the_engine(engine, client, url):
         assert kind not in ("regex", "lark") or found.text == text
     client.completions.create(model="scripted", prompt="a", extra_body={"guided_regex": "b"})
     assert engine.params[-1].grammar.text == "b"
+    client.completions.create(model="scripted", prompt="a", extra_body={"response_format": {"type": "json_object"}})
+    assert json.loads(engine.params[-1].grammar.text) == {"type": "object"}
     assert chat(client, response_format={"type": "text"}).choices[0].message.content == ANSWER
     assert engine.params[-1].grammar is None
 
@@ -623,6 +644,15 @@ def test_too_long(engine, client, url):
     assert (too_big.status_code, too_big.json()["error"]["type"]) == (413, "invalid_request_error")
     chunked = httpx.post(url + "/v1/completions", content=(b" " * 1000 for _ in range(101)))
     assert chunked.status_code == 413
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as kept:
+        # Closed while the client still sends, it would take the answer along.
+        kept.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n")
+        said = kept.recv(1 << 16)
+        kept.sendall(b" " * 9_000_000 + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        while b"HTTP/1.1 200 OK" not in said:
+            assert (more := kept.recv(1 << 16))
+            said += more
+        assert said.startswith(b"HTTP/1.1 413")
 
 
 def test_routes(engine, client, url):
@@ -645,6 +675,10 @@ def test_routes(engine, client, url):
     assert httpx.post(url + "/tokenize", json=turn).json()["tokens"] == [START, *b"user\na", END]
     assert httpx.post(url + "/detokenize", json={"tokens": [97, 0xC3, 0xBC, END]}).json() == {"prompt": "aü<|end|>"}
     assert httpx.post(url + "/detokenize", json={"tokens": [9999]}).json()["error"]["param"] == "tokens"
+    for path in ("/", "/health", "/v1/models", "/v1/completions", "/v1/nothing"):  # RFC 9110, 9.3.2
+        asked, head = httpx.get(url + path), httpx.head(url + path)
+        assert (head.status_code, head.headers["content-length"], head.content) == (
+            asked.status_code, asked.headers["content-length"], b"")
     page = httpx.get(url + "/")
     assert page.headers["content-type"].startswith("text/html")
     assert "http://" not in page.text
@@ -839,6 +873,8 @@ def test_key_and_overload(tokenizer):
         assert (over.status_code, over.headers["retry-after"], over.json()["error"]["code"]) == (503, "1", "overloaded")
         many = httpx.post(url + "/v1/completions", headers=headers, json=body | {"prompt": ["x"] * 3})
         assert (many.status_code, many.json()["error"]["param"]) == (400, "prompt")
+        many = httpx.post(url + "/v1/completions", headers=headers, json=body | {"n": 3})  # as much work
+        assert (many.status_code, many.json()["error"]["param"]) == (400, "prompt")
     assert len(engine.aborted) == 2  # the server went down: its requests were aborted
 
 
@@ -932,8 +968,8 @@ class Script:
         time.sleep(self.pause_s)
         drawn = [plan.requests[row] for row in plan.samples]
         # Byte i of the answer, shifted by the first byte of the prompt and the completion, so that mixed up requests show.
-        tokens = [(ANSWER[r.num_generated] + r.tokens[0] + r.index) % 256 if r.num_generated < len(ANSWER) else 256
-                  for r in drawn]
+        at = [len(r.tokens) - r.num_prompt for r in drawn]
+        tokens = [(ANSWER[i] + r.tokens[0] + r.index) % 256 if i < len(ANSWER) else 256 for i, r in zip(at, drawn)]
         return lambda: Sampled(tokens)
 
 
@@ -960,7 +996,7 @@ from nybble.text import load_tokenizer
 
 try:
     asyncio.run(run(ProcessConfig(factory=sys.argv[2]), load_tokenizer(sys.argv[1]), listen("127.0.0.1", 0),
-                    progress=lambda text: print(text, flush=True)))
+                    progress=lambda text: print(text, flush=True), drain_s=int(sys.argv[3])))
 except ServeError as error:
     sys.exit(f"error: {error}")
 print("stopped", flush=True)
@@ -968,11 +1004,11 @@ print("stopped", flush=True)
 
 
 @contextlib.contextmanager
-def launched(folder, factory="scripted_engine:load"):
+def launched(folder, factory="scripted_engine:load", drain_s=30):
     """The server as its own process, with its engine's: (process, base url or None)."""
     (folder / "scripted_engine.py").write_text(ENGINE.format(answer=ANSWER))
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(byte_tokenizer(folder)), factory], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(byte_tokenizer(folder)), factory, str(drain_s)],
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])})
     try:
         assert process.stdout.readline().startswith("loading")
@@ -1066,6 +1102,44 @@ def test_the_server_ends_with_its_engine(tmp_path):
         assert process.returncode == 1
         assert "error: the engine died" in errors
         assert "memory ran out" in errors  # what SIGKILL mostly means
+
+
+@linux
+def test_what_still_runs_when_the_time_to_end_is_over_is_told(tmp_path):
+    with launched(tmp_path, "scripted_engine:slow", drain_s=1) as (process, url):
+        body, texts = {"model": "script", "prompt": "x", "max_tokens": 400, "ignore_eos": True}, {}
+
+        def one(stream):
+            with httpx.stream("POST", url + "/v1/completions", json=body | {"stream": stream}, timeout=60) as answer:
+                parts = answer.iter_text()
+                texts[stream] = answer.status_code, next(parts) + "".join(parts)
+
+        threads = [threading.Thread(target=one, args=(stream,), daemon=True) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: httpx.get(url + "/health").json()["running"] == 2)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(20)
+        assert (texts[True][0], texts[False][0]) == (200, 503)
+        assert json.loads(texts[False][1])["error"]["code"] == "engine_died"
+        assert texts[True][1].endswith('"code":"engine_died"}}\n\ndata: [DONE]\n\n')
+        out, errors = process.communicate(timeout=20)
+        assert out.endswith("stopped\n")
+        assert "Traceback" not in errors
+
+
+@linux
+def test_an_idle_connection_outlives_the_clients_patience(tmp_path):
+    """httpx, and the openai client with it, keeps idle connections for 5 s: a server that closes them then loses requests."""
+    with launched(tmp_path) as (_, url), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as kept:
+        for wait_s in (0.0, 6.0):
+            time.sleep(wait_s)
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += kept.recv(1 << 16) or b" the server hung up }"
+            assert answer.startswith(b"HTTP/1.1 200 OK")
 
 
 @linux

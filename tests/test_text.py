@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -381,6 +382,32 @@ def test_token_bytes():
     assert fallback.token_bytes(fallback.backend.token_to_id("▁a")) == b" a"
     assert fallback.token_bytes(10_000) == b""
     assert fallback.token_bytes(2) == b"</s>"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded():
+    tokenizer = byte_level()
+
+    def ticks_during(work):
+        count, stop = 0, threading.Event()
+
+        def tick():
+            nonlocal count
+            while not stop.wait(0.0005):
+                count += 1
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        try:
+            return work(), count
+        finally:
+            stop.set()
+            thread.join()
+
+    text = "thequickbrownfox" * 100_000
+    ids, while_encoding = ticks_during(lambda: tokenizer.encode(text))
+    found, while_decoding = ticks_during(lambda: tokenizer.decode(ids))
+    assert found == text
+    assert min(while_encoding, while_decoding) > 5
 
 
 def test_text_loads_neither_torch_nor_transformers():

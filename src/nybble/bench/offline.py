@@ -89,23 +89,11 @@ def run(
         for mean, sigma, seed in ((input_mean, 1.0, 0), (output_mean, 0.7, 1))
     )
     longest_pair = max(*map(sum, zip(inputs, outputs)), WARM_INPUT + WARM_OUTPUT)
-    config = EngineConfig(
-        kv=None if kv == "auto" else kv,
-        max_batch=concurrency,
-        max_context=longest_pair,
-        seed=0,
-        prefix_caching=False,
-        model_name=model,
-        scheme=scheme,
-        **engine_options,
-    )
-    if loaded is not None:
-        engine = Engine(loaded, config)
-    else:
-        engine = open_engine(model, device, config, dummy=dummy)
+    config = EngineConfig(kv=None if kv == "auto" else kv, max_batch=concurrency, max_context=longest_pair, seed=0,
+                          prefix_caching=False, model_name=model, scheme=scheme, **engine_options)
+    engine = open_engine(model, device, config, dummy=dummy) if loaded is None else Engine(loaded, config)
     sys.stderr.write(f"{engine.runner.memory}\n")
-    rng = random.Random(2)
-    vocab = engine.runner.vocab_size
+    rng, vocab = random.Random(2), engine.runner.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(n)] for n in inputs]
     wanted = list(zip(prompts, outputs))
     if order == "longest":
@@ -145,15 +133,8 @@ def run(
     wall_s = after.decode_wall_s - before.decode_wall_s
     assert generated == sum(outputs), (generated, sum(outputs))
     record = {
-        "bench": "offline",
-        "model": model,
-        "scheme": after.scheme,
-        "kv": after.kv,
-        "concurrency": concurrency,
-        "order": order,
-        "requests": requests,
-        "in_tok": sum(inputs),
-        "out_tok": generated,
+        "bench": "offline", "model": model, "scheme": after.scheme, "kv": after.kv, "concurrency": concurrency,
+        "order": order, "requests": requests, "in_tok": sum(inputs), "out_tok": generated,
         "out_tok_s": round(generated / seconds, 1),
         "decode_ms_step": round(median(steps) * 1e3, 3) if steps else None,
         "gpu_busy": round((after.decode_busy_s - before.decode_busy_s) / wall_s, 4) if wall_s else None,
@@ -165,9 +146,9 @@ def run(
         "device": describe(target),
         "command": f"nybble bench offline {shlex.quote(model)} {f'--dummy --scheme {scheme} ' if dummy else ''}--kv {kv} "
         f"--requests {requests} --concurrency {concurrency} --input-mean {input_mean} --output-mean {output_mean} "
-        f"--longest {longest} --order {order}"
+        f"--longest {longest} --order {order} --device {device}"
         + "".join(f" --{name.replace('_', '-')} {value}" for name, value in engine_options.items()),
-    }
+    }  # fmt: skip
     if results is not None:
         with results.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -50,14 +50,10 @@ class Outcome:
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
 
 
-class Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: Details | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -92,11 +88,10 @@ class Exchange(asyncio.Protocol):
         self.status, self.body, self.complete, self._finished = 0, bytearray(), False, False
         self._usage: Usage | None = None
         self._is_stream = self._last_is_empty = False
-        self.done: asyncio.Future[None] | None = None
+        self.done = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
-        self.done = asyncio.get_running_loop().create_future()
         transport.write(self._wire)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -104,14 +99,10 @@ class Exchange(asyncio.Protocol):
             self._parse(b"")  # some answers end with their connection
         if not self.complete:
             self._fail(f"the connection was lost: {error or 'closed before the answer was complete'}")
-        self._end()
+        self.done.set()
 
     def _fail(self, reason: str) -> None:
         self.outcome.error = self.outcome.error or reason
-
-    def _end(self) -> None:
-        if self.done is not None and not self.done.done():
-            self.done.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         now = self._clock()
@@ -127,7 +118,7 @@ class Exchange(asyncio.Protocol):
                     self._event(line[5:].strip(), now)
         if self.complete:
             self.transport.close()
-            self._end()
+            self.done.set()
 
     def _parse(self, data: bytes) -> None:
         self._http.receive_data(data)
@@ -169,7 +160,7 @@ class Exchange(asyncio.Protocol):
             self._fail("the server generated nothing")
         if outcome.error is None:
             outcome.input_tokens, outcome.output_tokens = used.prompt_tokens, used.completion_tokens
-            outcome.cached_tokens = (used.prompt_tokens_details and used.prompt_tokens_details.cached_tokens) or 0
+            outcome.cached_tokens = (used.prompt_tokens_details or {}).get("cached_tokens") or 0
             if self._last_is_empty and len(outcome.arrivals_s) > used.completion_tokens:
                 outcome.arrivals_s.pop()  # brought the reason to end and no token
 
@@ -212,7 +203,7 @@ class Target:
             _, exchange = await loop.create_connection(lambda: Exchange(request, outcome or Outcome(0)), parts.hostname, port,
                                                        ssl=secure or None)
             try:
-                await exchange.done
+                await exchange.done.wait()
             finally:
                 exchange.transport.abort()
         return exchange

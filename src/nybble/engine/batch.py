@@ -75,7 +75,8 @@ class Stage:
         self._admission = np.zeros(max_batch, np.int64)  # whose table and parameters they are
         self._drawn = np.full(max_batch, -1)  # position of the token that a slot drew last
         self._numbers = np.arange(max(max_tokens, max_rows) + 1)
-        _, size = _layout(_step_fields(max_tokens, max_rows, max_rows, max_rows, self.width) + _draw_fields(max_batch, max_batch))
+        fields = _step_fields(max_tokens, max_rows, max_rows, max_rows, self.width) + _draw_fields(max_batch, max_batch)
+        _, size = _layout(fields)
         pinned = device.type == "cuda"
         # Two, so that the next step is written while the copy of this one is under way; on a CPU the host buffer is used.
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]

@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from nybble.engine.config import ProcessConfig
 from nybble.engine.messages import (
+    BEAT_S,
     Abort,
     Ask,
     Beat,
@@ -37,7 +38,6 @@ from nybble.engine.messages import (
     ToEngine,
 )
 
-BEAT_S = 1.0
 CLOSE_S = 5.0  # for the process to end by itself
 
 
@@ -85,6 +85,7 @@ class EngineClient:
         self._tasks: list[asyncio.Task] = []
         self._context: zmq.asyncio.Context | None = None
         self.dead: EngineDied | None = None
+        self.died = asyncio.Event()
         self._ready = False
         self._heard = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
@@ -163,18 +164,19 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine if it is ours, else leave it. What still waits gets EngineDied. May be called again."""
-        if self.alive and self._process is not None:
-            await self._send(Shutdown())
-        owned = self._process
-        if owned is not None and owned.returncode is None:
-            if not self._ready or self.dead is not None:  # it loads, and reads no messages
+        owned = self._process if self._process is not None and self._process.returncode is None else None
+        if owned is not None:
+            if self.alive and self._ready:
+                await self._send(Shutdown())
+            else:  # it loads, and reads no messages
                 owned.terminate()
+        self._die("it was stopped")
+        if owned is not None:
             try:
                 await asyncio.wait_for(owned.wait(), CLOSE_S)
             except TimeoutError:
                 owned.kill()
                 await owned.wait()
-        self._die("the client was closed")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -247,6 +249,7 @@ class EngineClient:
         """All that waits, and all that comes, gets EngineDied. The first reason stays."""
         if self.dead is None:
             self.dead = EngineDied(reason)
+            self.died.set()
         for queue in self._queues.values():
             queue.put_nowait(self.dead)
         for future in self._asking:

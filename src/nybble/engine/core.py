@@ -52,17 +52,10 @@ class Engine:
         self.config, self.grammars = config, grammars
         self._compiling: list[tuple[list[Request], futures.Future]] = []
         self.max_context = min(self.runner.max_context, self.runner.num_blocks * config.block_size)
-        self.scheduler = Scheduler(
-            Limits(
-                self.runner.num_blocks,
-                config.block_size,
-                config.max_batch,
-                self.runner.max_batched_tokens,
-                config.chunked_prefill,
-                config.prefix_caching,
-                config.prefill_interval or (default_interval(config.max_batch) if self.runner.overlap else 1),
-            )
-        )
+        interval = config.prefill_interval or (default_interval(config.max_batch) if self.runner.overlap else 1)
+        self.scheduler = Scheduler(Limits(self.runner.num_blocks, config.block_size, config.max_batch,
+                                          self.runner.max_batched_tokens, config.chunked_prefill, config.prefix_caching,
+                                          interval))
         self._live: dict[str, list[Request]] = {}  # unfinished completions of each request
         self._answers: list[Delta | Refused] = []  # of submit and abort, for the next step to return
         self._in_flight: Launched | None = None
@@ -83,8 +76,7 @@ class Engine:
 
     def _accept(self, message: Submit) -> list[Request]:
         """A message's completions, where nothing keeps them from starting."""
-        refused = self._refusal(message)
-        if refused is not None:
+        if refused := self._refusal(message):
             self._answers.append(Refused(message.request_id, *refused))
             return []
         params, prompt = message.params, message.token_ids
@@ -142,13 +134,17 @@ class Engine:
             self._compiling.remove(compiling)
             left, matcher = compiling[0], compiling[1]
             if left and (error := matcher.exception()) is not None:
-                request_id, grammar = left[0].request_id, left[0].params.grammar
-                answers.append(Refused(request_id, grammar.field, str(error)))
-                del self._live[request_id]
+                self._refuse(left[0], str(error), answers)
                 continue
             for request in left:
                 request.grammar = matcher.result().deep_copy()
                 self.scheduler.add(request)
+
+    def _refuse(self, request: Request, why: str, answers: list[Delta | Refused]) -> None:
+        """End all completions of a request for its grammar."""
+        answers.append(Refused(request.request_id, request.params.grammar.field, why))
+        for completion in [*self._live[request.request_id]]:
+            self._end(completion, "error")
 
     def _own_seed(self) -> int:
         if self.config.seed is None:
@@ -219,8 +215,9 @@ class Engine:
         try:
             masks = self.grammars.masks([sampled[i].grammar for i in rows])
             for request in (sampled[i] for i in rows):
-                if request.grammar.is_error():
-                    self._fail_one(request, f"the grammar: {request.grammar.get_error().partition(chr(10))[0]}", answers)
+                if request.finish_reason is None and request.grammar.is_error():
+                    why = request.grammar.get_error().partition("\n")[0]
+                    self._refuse(request, f"this grammar cannot be followed to its end ({why}): make it simpler", answers)
             return plan, draw(rows, masks)
         except Exception as error:
             self._fail(plan, error, answers)
@@ -287,29 +284,13 @@ class Engine:
     # ---- report -----------------------------------------------------------------------------------------------------
 
     def info(self) -> Info:
-        scheduler, config = self.scheduler, self.config
+        config, scheduler, runner = self.config, self.scheduler, self.runner
         return Info(
-            model=config.model_name,
-            scheme=config.scheme,
-            weights=config.weights,
-            activations=config.activations or "",
-            kv=config.kv or DEFAULT_KV,
-            max_context=self.max_context,
-            block_size=config.block_size,
-            num_blocks=self.runner.num_blocks,
-            free_blocks=scheduler.pool.num_free,
-            cached_blocks=scheduler.pool.num_cached,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            preemptions=scheduler.preemptions,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            bytes_per_token=self.runner.bytes_per_token,
-            host_s=self._host_s,
-            decode_steps=self.runner.decode_steps,
-            decode_wall_s=self.runner.decode_wall_s,
-            decode_busy_s=self.runner.decode_busy_s,
-        )
+            model=config.model_name, scheme=config.scheme, weights=config.weights, activations=config.activations or "",
+            kv=config.kv or DEFAULT_KV, max_context=self.max_context, block_size=config.block_size,
+            num_blocks=runner.num_blocks, free_blocks=scheduler.pool.num_free, cached_blocks=scheduler.pool.num_cached,
+            bytes_per_token=runner.bytes_per_token, running=len(scheduler.running), waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions, prefix_queries=scheduler.prefix_queries, prefix_hits=scheduler.prefix_hits,
+            steps=self._steps, prompt_tokens=self._prompt_tokens, generated_tokens=self._generated_tokens, host_s=self._host_s,
+            decode_steps=runner.decode_steps, decode_wall_s=runner.decode_wall_s, decode_busy_s=runner.decode_busy_s,
+        )  # fmt: skip

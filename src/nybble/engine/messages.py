@@ -13,6 +13,7 @@ WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logpro
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 # Between tokens of JSON: nothing, a space, or a new line and its indentation. Without a bound some models never stop.
 JSON_SPACE = {"whitespace_pattern": r"( ?|\n {0,16})"}
+BEAT_S = 1.0
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -37,7 +38,8 @@ class Grammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled.
 
-    temperature: 0 is greedy. top_k: 0 is off, and so is -1, as in vLLM. top_p, min_p in [0, 1] ([0, 1) for min_p). Penalties
+    temperature: 0 is greedy. top_k: 0 is off, and so is -1, as in vLLM. top_p in [0, 1]: 0 keeps the most likely token, as
+    OpenAI's; it is then told as top_k = 1. min_p in [0, 1). Penalties
     follow the OpenAI and Hugging Face definitions: presence and frequency on generated tokens, repetition (CTRL, arXiv
     1909.05858) on prompt and generated tokens. seed: the request's own random stream, independent of what else is in the batch.
     logit_bias: what is added to the logits of token ids, before all else.
@@ -74,6 +76,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         if self.top_k == -1:
             msgspec.structs.force_setattr(self, "top_k", 0)
+        if self.top_p == 0:
+            msgspec.structs.force_setattr(self, "top_k", 1)
+            msgspec.structs.force_setattr(self, "top_p", 1.0)
         for name in WHOLE:
             value = getattr(self, name)
             if type(value) is not int and not (value is None and name in OPTIONAL):
@@ -84,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, ok, wanted in (
             ("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) to 100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1"),
+            ("top_p", 0.0 <= self.top_p <= 1.0, "0 to 1"),
             ("min_p", 0.0 <= self.min_p < 1.0, "0 up to, not including, 1"),
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 10.0, "1e-6 to 10"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
@@ -97,7 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20, or None"),
             ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "0 to 20, or None"),
             ("n", 1 <= self.n <= 128, "1 to 128"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1, or None"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "-2^63 to 2^63 - 1, or None"),
             ("stop", all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
             ("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, or None"),
             ("ignore_eos", not (self.ignore_eos and self.grammar), "False with a grammar, which says where the answer ends"),
@@ -127,7 +132,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """I am alive; both sides say so once a second. A client that falls silent, or whose socket is closed when the engine
+    """I am alive; both sides say so every BEAT_S. A client that falls silent, or whose socket is closed when the engine
     says so, has its requests aborted."""
 
 
@@ -163,7 +168,7 @@ class Delta(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request never ran. `field` names what was wrong with it."""
+    """The request cannot run, or not to its end. `field` names what was wrong with it."""
 
     request_id: str
     field: str

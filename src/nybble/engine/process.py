@@ -21,9 +21,8 @@ import zmq
 
 from nybble.engine.config import ProcessConfig
 from nybble.engine.core import Engine
-from nybble.engine.messages import Abort, Ask, Beat, Fatal, FromEngine, Shutdown, Submit, ToEngine
+from nybble.engine.messages import BEAT_S, Abort, Ask, Beat, Fatal, FromEngine, Shutdown, Submit, ToEngine
 
-BEAT_S = 1.0
 log = logging.getLogger("nybble.engine")
 
 
@@ -38,7 +37,9 @@ def load(config: ProcessConfig) -> Engine:
 
 
 class Connections:
-    """The socket and who is at its other end. Request ids are the client's own: inside the engine they carry its number."""
+    """The socket and who is at its other end. A client is its socket's identity, in hex: inside the engine its request ids
+    begin with it, for they are its own. heard: when each client last said something; who is not in it was given up, and what is
+    left of its requests is still sent to it."""
 
     def __init__(self, address: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -47,16 +48,13 @@ class Connections:
             self._socket.setsockopt(unlimited, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.bind(address)
-        self._numbers: dict[bytes, int] = {}
-        self._clients: dict[int, bytes] = {}
-        self._heard: dict[int, float] = {}
-        self._count = 0
+        self.heard: dict[str, float] = {}
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def receive(self, wait_s: float) -> list[tuple[int, ToEngine]]:
+    def receive(self, wait_s: float) -> list[tuple[str, ToEngine]]:
         """All that has arrived, as (client, message); waits up to `wait_s` for the first."""
-        received: list[tuple[int, ToEngine]] = []
+        received: list[tuple[str, ToEngine]] = []
         if not self._socket.poll(int(wait_s * 1000)):
             return received
         while True:
@@ -64,38 +62,21 @@ class Connections:
                 identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return received
-            if identity not in self._numbers:
-                self._count += 1
-                self._numbers[identity], self._clients[self._count] = self._count, identity
-            client = self._numbers[identity]
-            self._heard[client] = time.monotonic()
+            client = identity.hex()
+            self.heard[client] = time.monotonic()
             try:
                 received.append((client, self._decoder.decode(body)))
             except msgspec.DecodeError as error:
-                log.error("client %d sent what is no message: %s", client, error)
+                log.error("client %s sent what is no message: %s", client, error)
 
-    def send(self, client: int, messages: list[FromEngine]) -> bool:
+    def send(self, client: str, messages: list[FromEngine]) -> bool:
         """False when the client is not there any more."""
-        identity = self._clients.get(client)
-        if identity is None:
-            return False
         try:
-            self._socket.send_multipart((identity, self._encoder.encode(messages)), zmq.NOBLOCK)
+            self._socket.send_multipart((bytes.fromhex(client), self._encoder.encode(messages)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.info("client %d cannot be reached: %s", client, error)
+            log.info("client %s cannot be reached: %s", client, error)
             return False
         return True
-
-    def clients(self) -> list[int]:
-        return list(self._clients)
-
-    def silent(self, limit_s: float) -> list[int]:
-        now = time.monotonic()
-        return [client for client in self._clients if now - self._heard[client] > limit_s]
-
-    def forget(self, client: int) -> None:
-        self._numbers.pop(self._clients.pop(client), None)
-        del self._heard[client]
 
     def close(self) -> None:
         self._socket.close()
@@ -105,7 +86,6 @@ def serve(engine: Engine, connections: Connections, silence_limit_s: float) -> N
     """Run until a client says `Shutdown`."""
     next_beat = 0.0
     while True:
-        gone: set[int] = set()
         if lost := getattr(engine.runner, "lost", None):
             raise RuntimeError(lost)
         for client, message in connections.receive(0 if engine.has_work else BEAT_S):
@@ -118,19 +98,20 @@ def serve(engine: Engine, connections: Connections, silence_limit_s: float) -> N
                     connections.send(client, [engine.info()])
                 case Shutdown():
                     return
-        gone.update(connections.silent(silence_limit_s))  # all that arrived is read, however long the last step took
-        answers: dict[int, list[FromEngine]] = {}
+        earliest = time.monotonic() - silence_limit_s  # all that arrived is read, however long the last step took
+        gone = {client for client, heard in connections.heard.items() if heard < earliest}
+        answers: dict[str, list[FromEngine]] = {}
         if engine.has_work:
             for answer in engine.step():
                 client, _, own = answer.request_id.partition("/")
-                answers.setdefault(int(client), []).append(msgspec.structs.replace(answer, request_id=own))
+                answers.setdefault(client, []).append(msgspec.structs.replace(answer, request_id=own))
         if time.monotonic() >= next_beat:
             next_beat = time.monotonic() + BEAT_S
-            for client in connections.clients():
+            for client in connections.heard:
                 answers.setdefault(client, []).append(Beat())
         gone.update(client for client, messages in answers.items() if not connections.send(client, messages))
-        for client in gone.intersection(connections.clients()):
-            connections.forget(client)
+        for client in gone:
+            connections.heard.pop(client, None)
             for request_id in engine.live_ids():
                 if request_id.startswith(f"{client}/"):
                     engine.abort(request_id)
@@ -162,7 +143,7 @@ def run(config: ProcessConfig) -> int:
         if not mendable:
             log.exception("the engine ends")
         connections.receive(BEAT_S)  # who waits for the start has asked by now
-        for client in connections.clients():
+        for client in connections.heard:
             connections.send(client, [Fatal(str(error) if mendable else f"{type(error).__name__}: {error}")])
         return 1
     finally:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.engine.request import splitmix
 from nybble.kernels import sample_hopper
 
 FAILED = -1  # token of a row whose logits are not numbers
@@ -194,17 +195,9 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor
 def random_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """uint64 [S] seeds, int64 [S] positions -> int64 [S, 2], two 32-bit words that depend on both (SplitMix64 twice: of the
     seed, then of the seed's stream at the position)."""
-    z = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
+    z = splitmix(splitmix(seeds) + positions.astype(np.uint64))
     low_and_high = z.astype("<u8").view("<u4").reshape(-1, 2)
     return low_and_high[:, ::-1].astype(np.int64)
-
-
-def _splitmix(z: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): uint64 [S] -> [S]. Arrays wrap around silently, as wanted."""
-    z = z + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def gumbel(keys: Tensor, vocab_size: int) -> Tensor:

@@ -123,10 +123,10 @@ class CompletionAnswer(Answer):
         for one in tokens:
             text, offset = self.token_text(one.token_id), self._offsets.get(index, 0)
             pairs = [(one.token_id, one.logprob), *one.top[: self.params.logprobs]]
-            begins = one.logprob is None  # a prompt, with a BOS that its text has not
-            if (begins and self.tokenizer.special_id(text) is not None
-                    and not self._echo[index // self.params.n].startswith(text)):
-                text = ""
+            begins = one.logprob is None  # a prompt
+            whole = self._echo[index // self.params.n] if self._echo else ""
+            if whole and not offset and not whole.startswith(text):  # which has no BOS, nor the space before its first word
+                text = "" if self.tokenizer.special_id(text) is not None else text.removeprefix(" ")
             self._offsets[index] = offset + len(text)
             out["tokens"].append(self._name(one.token_id))
             out["token_logprobs"].append(None if begins else max(one.logprob, LEAST))

@@ -49,7 +49,7 @@ SHOWN = (*BODIES, "/v1/models", "/health", "/metrics", "/version")
 INFO_S = 2.0  # for the engine's figures
 SILENT_S = 120.0  # longer than any step, the first of a kind included
 MOST_ECHOED = 1 << 20  # log-probabilities of prompts in an answer: some 150 bytes each, and a second of the event loop
-LONG_TEXT = 20_000  # characters from which text work leaves the event loop
+LONG = 20_000  # characters, ids or log-probabilities from which work on them leaves the event loop
 # What JSON may hold as it is and no end of a line in an event stream, but is one for Python's str.splitlines.
 LINE_ENDS = {b"\\u%04x" % code: chr(code).encode() for code in (0x85, 0x2028, 0x2029)}
 encode = msgspec.json.encode
@@ -83,8 +83,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
     /metrics, /version and a chat page at /.
 
     info: what the engine said when it was ready. name: what clients call the model (default: the engine's).
-    api_key: wanted as `Authorization: Bearer KEY` on all but /, /health and /version. max_waiting: requests without a first
-    token beyond which new ones get 503 with Retry-After. max_body_bytes: larger bodies get 413.
+    api_key: wanted as `Authorization: Bearer KEY` on all but /, /health and /version. max_waiting: completions without a
+    first token beyond which new ones get 503 with Retry-After. max_body_bytes: larger bodies get 413.
     sampling: fields of SamplingParams, for what requests leave out. allowed_origins: of web pages that may call this server, or
     "*" for any.
     """
@@ -145,7 +145,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, info: Info, *, name: 
         """The text of token ids, special tokens included."""
         body = await _read(server, request, DetokenizeRequest)
         _check_ids(tokenizer, body.tokens, "tokens")
-        return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+        return _json({"prompt": await _run(len(body.tokens), tokenizer.decode, body.tokens, skip_special=False)})
 
     @app.get("/health")
     async def health() -> Response:
@@ -191,8 +191,8 @@ def _check_model(server: Server, model: str | None) -> None:
                            code="model_not_found")
 
 
-async def _run(text_length: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return work(*args, **kwargs) if text_length < LONG_TEXT else await asyncio.to_thread(work, *args, **kwargs)
+async def _run(length: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return work(*args, **kwargs) if length < LONG else await asyncio.to_thread(work, *args, **kwargs)
 
 
 async def _ids(tokenizer: Tokenizer, text: str, add_special: bool = True) -> list[int]:
@@ -240,11 +240,11 @@ def _fit(server: Server, params: SamplingParams, prompts: list[list[int]], param
         if echoed > MOST_ECHOED:
             raise RequestError(400, f"echo with logprobs asks for {echoed} log-probabilities; at most {MOST_ECHOED}: send "
                                "fewer prompts, or lower logprobs or n", param="echo")
-    waiting = server.metrics.queued + len(prompts)
-    if waiting > server.max_waiting:
-        if len(prompts) > server.max_waiting:
-            raise RequestError(400, f"{len(prompts)} prompts at once; at most {server.max_waiting}", param=param)
-        raise RequestError(503, f"{server.metrics.queued} requests are waiting: try again later", code="overloaded",
+    asked = len(prompts) * params.n
+    if asked > server.max_waiting:
+        raise RequestError(400, f"{asked} completions at once; at most {server.max_waiting}", param=param)
+    if server.metrics.queued + asked > server.max_waiting:
+        raise RequestError(503, f"{server.metrics.queued} completions are waiting: try again later", code="overloaded",
                            headers={"Retry-After": "1"})
     return msgspec.structs.replace(params, max_tokens=limit)
 
@@ -274,8 +274,12 @@ async def _collect(answer: ChatAnswer | CompletionAnswer, usage: Usage, stream: 
             texts[piece.index].append(piece.text)
             logprobs[piece.index] += piece.logprobs
             reasons[piece.index] = piece.finish_reason or reasons[piece.index]
-    choices = [answer.choice(i, "".join(texts[i]), logprobs[i], reasons[i]) for i in range(count)]
-    return {**answer.head, "object": answer.whole_as, "choices": choices, "usage": usage.as_dict()}
+
+    def choices() -> list[dict]:
+        return [answer.choice(i, "".join(texts[i]), logprobs[i], reasons[i]) for i in range(count)]
+
+    numbers = sum(map(len, logprobs)) * (1 + (answer.params.logprobs or 0))
+    return {**answer.head, "object": answer.whole_as, "choices": await _run(numbers, choices), "usage": usage.as_dict()}
 
 
 async def _events(answer: ChatAnswer | CompletionAnswer, usage: Usage, first: Piece,
@@ -378,6 +382,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # answered as GET; uvicorn leaves the body out
+            scope = scope | {"method": "GET"}
         headers, path, size, started = dict(scope["headers"]), scope["path"], 0, False
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
 
@@ -402,7 +408,7 @@ class Gate:
             error = RequestError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key",
                                  headers={"WWW-Authenticate": "Bearer"})
         elif int(headers.get(b"content-length", b"0")) > self._limit:
-            error = RequestError(413, f"the body is larger than {self._limit} bytes", headers={"Connection": "close"})
+            error = RequestError(413, f"the body is larger than {self._limit} bytes")
         if error is not None:
             await _error(error)(scope, receive, counted)
             return

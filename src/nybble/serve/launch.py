@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import logging
 import os
 import re
 import signal
@@ -30,7 +29,8 @@ from nybble.serve.protocol import checkpoint_sampling
 from nybble.text import Tokenizer, load_tokenizer
 
 SAY_EVERY_S = 5.0
-WATCH_S = 0.5
+KEEP_ALIVE_S = 75  # clients give up idle connections after 5 s, httpx, to 60; who closes last loses no request
+LAST_WORDS_S = 5  # after `drain_s`, for errors to get out
 
 
 class ServeError(RuntimeError):
@@ -108,9 +108,9 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
             return
         app = create_app(client, tokenizer, info, **options)
         server = Server(uvicorn.Config(app, log_level=log_level, lifespan="off", ws="none", server_header=False,
-                                       timeout_graceful_shutdown=drain_s))
+                                       timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s + LAST_WORDS_S))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        dying = asyncio.create_task(_death(client))
+        dying = asyncio.create_task(client.died.wait())
         host, port = listener.getsockname()[:2]
         url, name = f"http://{f'[{host}]' if ':' in host else host}:{port}", options.get("name") or info.model
         progress(f"{name}: {info.scheme}, KV cache {info.kv} with room for {info.num_blocks * info.block_size:,} tokens, "
@@ -127,6 +127,8 @@ async def run(config: ProcessConfig, tokenizer: Tokenizer, listener: socket.sock
         server.should_exit = True
         died = dying.done()
         dying.cancel()
+        await asyncio.wait({serving}, timeout=drain_s)
+        await client.close()  # what still runs is told
         await serving
         if died:
             raise ServeError(f"the engine died, and the server with it: {client.dead}")
@@ -154,12 +156,6 @@ async def _start(client: EngineClient, config: ProcessConfig, stopping: asyncio.
         starting.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await starting
-
-
-async def _death(client: EngineClient) -> None:
-    while client.alive:
-        await asyncio.sleep(WATCH_S)
-    logging.getLogger("nybble.serve").error("the engine is dead")
 
 
 class Server(uvicorn.Server):

@@ -19,7 +19,8 @@ SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0
 
 
 class Metrics:
-    """One server's figures. `queued` and `active` are plain counts, the server's own view of its load."""
+    """One server's figures. Plain counts, the server's own view of its load: `active` prompts being answered, `queued`
+    completions without a first token."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -84,18 +85,18 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics, n: int) -> None:
         self._metrics, self._started, self._last = metrics, perf_counter(), [0.0] * n
-        self._open, self._waiting = n, True
+        self._open = n
         metrics.active += 1
-        metrics.queued += 1
+        metrics.queued += n
 
     def tokens(self, index: int, count: int, now: float) -> None:
         if not count:
             return
-        if self._waiting:
-            self._waiting = False
-            self._metrics.queued -= 1
+        if not any(self._last):
             self._metrics._first.observe(now - self._started)
-        if self._last[index]:
+        if not self._last[index]:
+            self._metrics.queued -= 1
+        else:
             for _ in range(count):
                 self._metrics._between.observe((now - self._last[index]) / count)
         self._last[index] = now
@@ -112,4 +113,4 @@ class RequestTimer:
 
     def close(self) -> None:
         self._metrics.active -= 1
-        self._metrics.queued -= self._waiting
+        self._metrics.queued -= self._last.count(0.0)

@@ -164,6 +164,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -172,11 +173,12 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match. Raises RequestError when two fields say so."""
-        found = [Grammar(kind, text, f"{where}{name}")
-                 for where, holder, prefix in (("", self, "guided_"), ("structured_outputs.", self.structured_outputs, ""))
-                 for name, kind in ((prefix + short, kind) for short, kind in KINDS.items())
-                 if (text := getattr(holder, name, None)) is not None]
-        form = getattr(self, "response_format", None)
+        found, form = [], self.response_format
+        for name, kind in KINDS.items():
+            for field, text in ((f"guided_{name}", getattr(self, f"guided_{name}")),
+                                (f"structured_outputs.{name}", getattr(self.structured_outputs, name, None))):
+                if text is not None:
+                    found.append(Grammar(kind, text, field))
         if form is not None and form.type != "text":
             if form.type == "json_schema" and form.json_schema is None:
                 raise RequestError(400, "response_format.json_schema is missing: send its name and schema",
@@ -257,7 +259,6 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     prediction: unsupported() = None
     prompt_cache_retention: unsupported("in_memory") = None
     reasoning_effort: unsupported() = None
-    response_format: ResponseFormat | None = None
     service_tier: unsupported("auto", "default") = None
     store: unsupported(False) = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None

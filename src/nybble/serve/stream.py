@@ -18,7 +18,7 @@ from nybble.engine.messages import Delta, SamplingParams, TokenLogprob
 if TYPE_CHECKING:
     from nybble.engine.client import EngineClient
     from nybble.serve.metrics import Metrics
-    from nybble.text import Detokenizer, Tokenizer
+    from nybble.text import Tokenizer
 
 
 class EngineFailed(Exception):
@@ -38,68 +38,50 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Token ids in, text out, up to the first stop string.
+    """One completion's token ids in, text out, up to the first stop string. prompt: as `Tokenizer.stream` takes it.
 
     Of several stop strings the one that is complete first wins (of equals the longest), as if tokens had come one by one
     character. Stop strings are not looked for in the text of the first min_tokens - 1 tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), include_stop: bool = False,
-                 min_tokens: int = 0) -> None:
-        self._detokenizer, self._stop, self._include, self._min_tokens = detokenizer, stop, include_stop, min_tokens
-        self._held, self._count, self.stopped = "", 0, False
-
-    def push(self, token_ids: list[int], ended_by_id: bool = False) -> tuple[str, int]:
-        """Text that is final now, and how many of the ids were used: fewer than given when a stop string ended it.
-
-        ended_by_id: the last id is one that ends requests (EOS, `stop_token_ids`): it counts as used, but its text is left out
-        unless stops are included.
-        """
-        silent = ended_by_id and not self._include
-        spoken = token_ids[:-1] if silent else token_ids
-        if not self._stop:
-            return self._detokenizer.push(spoken), len(token_ids)
-        text = ""
-        for used, token_id in enumerate(spoken, 1):
-            self._count += 1
-            text += self._scan(self._detokenizer.push([token_id]))
-            if self.stopped:
-                return text, used
-        return text, len(token_ids)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        self._detokenizer, self._params = tokenizer.stream(params.skip_special_tokens, prompt), params
+        self._held, self._count, self._stopped = "", 0, False
 
     def take(self, delta: Delta) -> tuple[str, int, str | None]:
-        """What a delta adds: text that is final, how many of its ids were used, and why the completion ended if it did."""
-        text, used = self.push(delta.token_ids, delta.finish_reason == "stop")
-        if delta.finish_reason is not None:
-            text += self.finish()
-        return text, used, "stop" if self.stopped else delta.finish_reason
+        """What a delta adds: text that is final now, how many of its ids were used (fewer than it has when a stop string ended
+        the completion), and why the completion ended if it did.
 
-    def finish(self) -> str:
-        """The rest, after the last push."""
-        if self.stopped:
-            return ""
-        text = self._scan(self._detokenizer.flush())
-        rest, self._held = self._held, ""
-        return text + rest
+        The id that ended a request (EOS, `stop_token_ids`) counts as used; its text is left out unless stops are included.
+        """
+        ids, reason, text = delta.token_ids, delta.finish_reason, ""
+        spoken = ids[:-1] if reason == "stop" and not self._params.include_stop else ids
+        if not self._params.stop:
+            text = self._detokenizer.push(spoken)
+        else:
+            for used, token_id in enumerate(spoken, 1):
+                self._count += 1
+                text += self._scan(self._detokenizer.push([token_id]))
+                if self._stopped:
+                    return text, used, "stop"
+        if reason is not None:
+            text += self._scan(self._detokenizer.flush())
+            text += self._held
+        return text, len(ids), "stop" if self._stopped else reason
 
     def _scan(self, new: str) -> str:
-        if not new or self._count < self._min_tokens or not self._stop:
+        stops = self._params.stop
+        if not new or not stops or self._count < self._params.min_tokens:
             return new
         text = self._held + new
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             end, start = min(found)
-            self.stopped, self._held = True, ""
-            return text[: end if self._include else start]
-        keep = max(overlap(text, stop) for stop in self._stop)
+            self._stopped, self._held = True, ""
+            return text[: end if self._params.include_stop else start]
+        keep = max(overlap(text, stop) for stop in stops)
         self._held = text[len(text) - keep:]
         return text[: len(text) - keep]
-
-
-def text_stream(tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> TextStream:
-    """For one completion. prompt: as `Tokenizer.stream` takes it."""
-    detokenizer = tokenizer.stream(params.skip_special_tokens, prompt)
-    return TextStream(detokenizer, params.stop, params.include_stop, params.min_tokens)
 
 
 def overlap(text: str, stop: str) -> int:
@@ -117,7 +99,7 @@ async def pieces(client: EngineClient, tokenizer: Tokenizer, token_ids: list[int
     """
     request_id = uuid4().hex
     live = set(range(params.n))
-    texts = [text_stream(tokenizer, params, token_ids if continues else ()) for _ in range(params.n)]
+    texts = [TextStream(tokenizer, params, token_ids if continues else ()) for _ in range(params.n)]
     timer = metrics.request(params.n)
     try:
         async with aclosing(client.generate(request_id, token_ids, params)) as deltas:

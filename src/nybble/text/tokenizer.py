@@ -41,21 +41,30 @@ class Tokenizer:
         decoder = json.loads(backend.to_str())["decoder"] or {}
         self._decoders = {step.get("type") for step in (decoder, *decoder.get("decoders", ()))}
         self._byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """add_special: put around what the tokenizer puts around a text (usually a BOS); off for rendered chat prompts.
 
         Raises ValueError for a lone surrogate, which is what Python makes of an argument that is not UTF-8.
         """
-        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-            raise ValueError("the text is not valid Unicode (it holds a lone surrogate): send UTF-8")
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text is not valid Unicode (it holds a lone surrogate): send UTF-8") from None
+        # Of the binding's ways to encode and decode, those of several texts let other threads run meanwhile.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text; those of a special token are its name, those of an unknown id are none."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(token_id)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
