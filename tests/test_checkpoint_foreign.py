@@ -456,7 +456,10 @@ def test_gptqmodels_inverse_scale_divides(tmp_path):
 @pytest.mark.parametrize(("tensors", "quantization", "says"), [
     ({f"{M}.weight": fp8()}, {"quant_method": "fp8"}, "no scale beside it"),
     ({f"{M}.weight": fp8(), f"{M}.weight_scale": torch.ones(7)}, {"quant_method": "fp8"}, "fits no scale"),
-    ({f"{M}.weight": fp8().float(), f"{M}.weight_scale": torch.ones(1)}, {"quant_method": "fp8"}, "not an FP8 matrix"),
+    ({f"{M}.weight": fp8().float(), f"{M}.weight_scale": torch.ones(1)}, {"quant_method": "fp8"}, "is torch.float32"),
+    ({f"{M}.weight": fp8().float().to(torch.float8_e4m3fnuz), f"{M}.weight_scale": torch.ones(1)}, {"quant_method": "fp8"},
+     "is torch.float8_e4m3fnuz .*; its scale weight_scale is for a matrix of float8_e4m3fn or float8_e5m2"),
+    ({f"{M}.weight": fp8().float().to(torch.float8_e4m3fnuz)}, {"quant_method": "fp8"}, "no scale beside it"),
     ({f"{M}.weight": fp8(), f"{M}.weight_scale": torch.ones(1)}, {"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
     ({f"{M}.weight": fp8(), f"{M}.weight_scale": torch.ones(1)},
      {"quant_method": "fbgemm_fp8", "activation_scale_ub": 10.0}, "clipping"),

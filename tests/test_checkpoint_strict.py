@@ -383,6 +383,7 @@ def test_loading_takes_what_stays_and_little_more(tmp_path, kind):
     ({"weight_shape": torch.tensor(8)}, "are not what compressed-tensors writes"),
     ({"weight_zero_point": torch.zeros(1, 1, dtype=torch.int32)}, r"cannot be made of .*weight_zero_point \[1, 1\]"),
     ({"weight_zero_point": torch.zeros(0, dtype=torch.int32)}, "cannot be made of"),
+    ({"weight_zero_point": None}, "no tensor .*weight_zero_point"),
     ({"weight_packed": torch.zeros(8, 8, dtype=torch.int64)}, "int64 .* is no matrix of int32 words"),
     ({"weight_packed": torch.zeros(64, dtype=torch.int32)}, r"weight_packed \[64\] is no matrix"),
     ({"weight_g_idx": torch.full((64,), 2, dtype=torch.int32)}, "does not name one of 2 groups for each of 64"),
@@ -391,7 +392,7 @@ def test_loading_takes_what_stays_and_little_more(tmp_path, kind):
 def test_tensors_that_do_not_fit_together_are_named(tmp_path, change, says):
     parts = {"weight_packed": torch.zeros(8, 8, dtype=torch.int32), "weight_scale": torch.ones(8, 2),
              "weight_shape": torch.tensor([8, 64]), "weight_zero_point": torch.zeros(1, 2, dtype=torch.int32)} | change
-    directory(tmp_path / "x", {f"{M}.{last}": tensor for last, tensor in parts.items()}, {
+    directory(tmp_path / "x", {f"{M}.{last}": tensor for last, tensor in parts.items() if tensor is not None}, {
         "quant_method": "compressed-tensors", "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4 | {"symmetric": False}}}})
     with pytest.raises(ValueError, match=says):

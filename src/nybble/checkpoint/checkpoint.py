@@ -27,7 +27,7 @@ from nybble.checkpoint.reading import LinearSource, Reading, with_int8_activatio
 from nybble.checkpoint.store import Store, open_safetensors, stamp
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import KV, PER_TOKEN_INT8, SCHEMES, Spec, describe
-from nybble.text.errors import held, read_json
+from nybble.text.errors import held, present, read_json
 from nybble.text.gguf import find_gguf
 
 READERS: dict[str, Callable[[Store, dict[str, Any]], Reading]] = {
@@ -181,9 +181,9 @@ class Checkpoint:
             return None
         scales = [self.kv_scales(layer) for layer in layers]
         if single := [layer for layer in layers if len(self._scales.get(layer, "kv")) == 1]:
-            warnings.warn(f"layers {_ranges(single)} have only one of the K and V scales: it serves both", stacklevel=2)
+            warnings.warn(f"layers {ranges(single)} have only one of the K and V scales: it serves both", stacklevel=2)
         if missing := [layer for layer in layers if scales[layer] is None]:
-            warnings.warn(f"no KV scales for layers {_ranges(missing)}: 1.0 is used there; `nybble convert --kv fp8` "
+            warnings.warn(f"no KV scales for layers {ranges(missing)}: 1.0 is used there; `nybble convert --kv fp8` "
                           "measures them", stacklevel=2)
         elif len(layers) > 1 and all(not isinstance(s, Tensor) and s == 1.0 for pair in scales for s in pair):
             warnings.warn("every KV scale is 1.0: whoever made the checkpoint did not calibrate", stacklevel=2)
@@ -229,9 +229,7 @@ def open_checkpoint(path: str | Path, activations: str | None = None) -> Checkpo
     path = Path(path)
     if activations not in (None, "int8"):
         raise ValueError(f"activations = {activations!r}: wants int8, or nothing for what the checkpoint says")
-    if not path.exists():
-        raise FileNotFoundError(f"no such checkpoint: {path} (a Hugging Face directory or a .gguf file)")
-    if file := find_gguf(path):
+    if file := find_gguf(present(path)):
         config, store, reading = _fitting(f"{path}: it is not what llama.cpp writes", partial(open_gguf, file))
     elif (path / "config.json").is_file():
         before = stamp(path / "config.json")
@@ -308,7 +306,7 @@ def find_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | No
     return None
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,16 +57,19 @@ def read_compressed(store: Store, quantization: dict[str, Any]) -> Reading:
             continue
         groups.append(_group(name, group, quantization))
     ignore = patterns(quantization, "ignore")
-    linears = {}
-    for module in modules_with(store, "weight_packed", "weight_scale"):
-        group = None if matches(module, ignore) else best_match(module, groups)
-        if group is not None:  # else its scale tensors stay unread, and the loader says so
-            linears[module] = _linear(Part(store, module), *group)
+
+    def asked(module: str) -> Group | None:
+        return None if matches(module, ignore) else best_match(module, groups)
+
+    # What has scales and is not asked for keeps them unread, and the loader says so.
+    linears = {module: _linear(Part(store, module), *group) for module in modules_with(store, "weight_packed", "weight_scale")
+               if (group := asked(module)) is not None}
     for name in store.names():
         module, _, last = name.rpartition(".")
-        quantized = last == "weight" and module not in linears and len(store.shape(name)) == 2 and "embed" not in module
-        if quantized and not matches(module, ignore) and best_match(module, groups) is not None:
-            raise ValueError(f"{module} should be quantized as {best_match(module, groups)[0]} but has no weight_scale")
+        plain = last == "weight" and module not in linears and len(store.shape(name)) == 2 and "embed" not in module
+        if plain and (group := asked(module)) is not None:
+            kind = f"{group[0]['num_bits']}-bit {group[0]['type']}"
+            raise ValueError(f"{module} should be quantized ({kind}) as config.json says, but has no weight_scale")
     if size and any(source.shape[1] % size for module, source in linears.items() if module.endswith("down_proj")):
         raise ValueError(f"config.json: transform_config turns runs of {size} channels, which do not divide down_proj's input")
     return Reading(linears, *kv, hadamard=size)
@@ -157,17 +161,17 @@ def _group(name: str, group: dict[str, Any], quantization: dict[str, Any]) -> tu
 def _args(given: dict[str, Any], where: str) -> dict[str, Any]:
     if unknown := given.keys() - DEFAULTS.keys():
         raise ValueError(f"config group {where!r} has keys that are not understood: {', '.join(sorted(unknown))}")
-    args = DEFAULTS | given
-    size, _, sides = (held(args, key, *kinds, where=f"config.json: {where}") for key, *kinds in
-                      (("group_size", int), ("type", str), ("block_structure", str, list[int])))
+    args, place = DEFAULTS | given, f"config.json: {where}"
+    size, sides = held(args, "group_size", int, where=place), held(args, "block_structure", str, list[int], where=place)
+    held(args, "type", str, where=place)
     if args["strategy"] is None:
         args["strategy"] = "tensor" if size is None else "group" if size > 0 else "channel"
     if sides is not None or args["strategy"] == "block":
         args["block_structure"] = [int(side) for side in re.findall(r"\d+", str(sides))]
         if len(args["block_structure"]) != 2 or 0 in args["block_structure"]:
-            raise ValueError(f"config.json: {where}: block_structure = {sides!r}; wants rows and columns, [128, 128]")
+            raise ValueError(f"{place}: block_structure = {sides!r}; wants rows and columns, [128, 128]")
     if args["strategy"] == "group" and (size is None or size < 1):
-        raise ValueError(f"config.json: {where}: group_size = {size!r}; wants how many input channels share a scale")
+        raise ValueError(f"{place}: group_size = {size!r}; wants how many input channels share a scale")
     if args["num_bits"] not in range(2, 9) or args["strategy"] not in ("tensor", "channel", "group", "block", "token"):
         raise ValueError(f"config group {where!r}: {args['num_bits']} bits, strategy {args['strategy']!r} is not supported")
     return args
@@ -199,7 +203,7 @@ def _linear(part: Part, args: dict[str, Any], act: Spec | None, form: str) -> Li
     block = tuple(args["block_structure"]) if args["strategy"] == "block" else None
     if args["type"] == "float":
         return float_weight(part, "weight_scale", act, block)
-    packed, middle = part.has("weight_packed"), 1 << (bits - 1)
+    packed = part.has("weight_packed")
     if packed:
         (n, words), declared = part.sides("weight_packed"), part.tensor("weight_shape").tolist()
         k = declared[-1]
@@ -211,37 +215,39 @@ def _linear(part: Part, args: dict[str, Any], act: Spec | None, form: str) -> Li
         raise ValueError(f"{module}.weight is {part.dtype('weight')}, not int8 as format {form!r} says")
     group = args["group_size"] if args["strategy"] == "group" and args["group_size"] < k else None
     tile = block or (None if args["strategy"] == "tensor" else 1, group)
-    spec = Spec(integer_spec(bits, None, not args["symmetric"]).num, tile, zero=not args["symmetric"])
+    spec = replace(integer_spec(bits, None, not args["symmetric"]), tile=tile)
     (rows, columns), scales = spec.num_scales((n, k)), part.shape("weight_scale")
     if scales not in ((rows, columns), (rows * columns,)) and not (rows == columns == 1 and scales == ()):
         raise ValueError(f"{module}.weight_scale has shape {list(scales)}; weights [{n}, {k}] in {args['strategy']} want "
                          f"[{rows}, {columns}]")
-
-    def read() -> QTensor:
-        if packed:
-            codes = unpack_rows(part.tensor("weight_packed"), bits, k)
-        else:
-            codes = part.tensor("weight").to(torch.int16)
-            if bits < 8 and bool(((codes < -middle) | (codes >= middle)).any()):
-                raise ValueError(f"{module}.weight holds codes beyond {bits} bits")
-            codes = (codes + middle).to(torch.uint8)
-        zeros = part.tensor("weight_zero_point") if spec.zero or part.has("weight_zero_point") else None
-        if not spec.zero and zeros is not None:  # older versions store zeros for symmetric weights too
-            if zeros.dtype == torch.int8 and bool(zeros.any()):
-                raise ValueError(f"{module}.weight_zero_point is not zero, but the config says symmetric")
-            zeros = None
-        if zeros is not None:
-            zeros = (unpack_rows(zeros.t().contiguous(), bits, n).t().to(torch.int16) if zeros.dtype == torch.int32 and packed
-                     else zeros.to(torch.int16) + middle).reshape(rows, columns)
-        groups = part.tensor("weight_g_idx") if part.has("weight_g_idx") else None
-        if groups is not None and bool((groups < 0).all()):
-            groups = None  # how the package marks an unused one
-        weight = from_unsigned(codes, bits, part.scale("weight_scale").reshape(rows, columns), zeros, tile[1], groups)
-        return replace(weight, spec=spec)
-
     names = part.names(*(("weight_packed", "weight_shape") if packed else ("weight",)), "weight_scale", "weight_zero_point",
                        "weight_g_idx", *(("input_scale",) if input_scale else ()), "input_zero_point")
-    return LinearSource((n, k), scheme_of(spec, act), names, read, input_scale)
+    return LinearSource((n, k), scheme_of(spec, act), names, partial(_integers, part, spec, bits, (n, k)), input_scale)
+
+
+def _integers(part: Part, spec: Spec, bits: int, shape: tuple[int, int]) -> QTensor:
+    module, middle, packed, tiles = part.module, 1 << (bits - 1), part.has("weight_packed"), spec.num_scales(shape)
+    if packed:
+        codes = unpack_rows(part.tensor("weight_packed"), bits, shape[1])
+    else:
+        codes = part.tensor("weight").view(torch.uint8) + middle  # bytes wrap
+        if bits < 8 and bool((codes >= 2 * middle).any()):
+            raise ValueError(f"{module}.weight holds codes beyond {bits} bits")
+    zeros = part.tensor("weight_zero_point") if spec.zero or part.has("weight_zero_point") else None
+    if not spec.zero and zeros is not None:  # older versions store zeros for symmetric weights too
+        if zeros.dtype == torch.int8 and bool(zeros.any()):
+            raise ValueError(f"{module}.weight_zero_point is not zero, but the config says symmetric")
+        zeros = None
+    if zeros is not None and zeros.dtype == torch.int32 and packed:
+        zeros = unpack_rows(zeros.t().contiguous(), bits, shape[0]).t()
+    elif zeros is not None:
+        zeros = zeros.to(torch.int16) + middle
+    groups = part.tensor("weight_g_idx") if part.has("weight_g_idx") else None
+    if groups is not None and bool((groups < 0).all()):
+        groups = None  # how the package marks an unused one
+    weight = from_unsigned(codes, bits, part.scale("weight_scale").reshape(tiles),
+                           None if zeros is None else zeros.reshape(tiles), spec.group, groups)
+    return replace(weight, spec=spec)
 
 
 def describe_linear(q: QTensor, act: Spec | None) -> tuple[str, dict[str, Any], dict[str, Any] | None]:

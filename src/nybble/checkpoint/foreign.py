@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from nybble.checkpoint.compressed import kv_of_scheme, patterns, regex
-from nybble.checkpoint.pack import unpack_rows
+from nybble.checkpoint.pack import unpack_nibbles, unpack_rows
 from nybble.checkpoint.reading import LinearSource, Part, Reading, float_weight, from_unsigned, integer_spec, modules_with
 from nybble.checkpoint.store import Store
+from nybble.formats.numerics import FLOAT8
 from nybble.formats.qtensor import QTensor
 from nybble.formats.spec import FP8, INT4, INT8_CHANNEL, PER_TOKEN_FP8, PER_TOKEN_INT8, Spec, scheme_of
 from nybble.text.errors import held
@@ -53,10 +54,10 @@ def read_qqq(store: Store, quantization: dict[str, Any]) -> Reading:
 
 def _qqq(part: Part, spec: Spec) -> QTensor:
     over = part.scale("s_channel").view(-1, 4, 4, 2).transpose(1, 2).reshape(-1, 1)
-    nibbles = qqq_nibbles(part.tensor("B"), grouped=spec.over is not None).to(torch.int8)
+    nibbles = qqq_nibbles(part.tensor("B"), grouped=spec.over is not None).view(torch.int8)
     if spec.over is None:
         # Two's complement; the stored scale is for codes in the high half of a byte, which the kernel multiplies by 16.
-        return QTensor(spec, torch.where(nibbles > 7, nibbles - 16, nibbles), over * 16)
+        return QTensor(spec, (nibbles ^ 8) - 8, over * 16)
     scale = part.scale("s_group")
     scale = scale.view(scale.shape[0], -1, 8, 8).transpose(2, 3).reshape(scale.shape[0], -1).t().contiguous()
     return QTensor(spec, nibbles - 8, scale, over=over)
@@ -73,10 +74,8 @@ def qqq_nibbles(words: Tensor, grouped: bool) -> Tensor:
     t = k % 4 and b = n % 16 / 8: 2 t + 1 - b per channel; e / 2 + 4 (e % 2) with e = 4 b + t for groups.
     """
     rows, width = words.shape
-    nibbles = (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-    # axes: row, n / 64, n % 8, k % 16 / 4, n / 16 % 4, nibble
-    nibbles = nibbles.to(torch.uint8).view(rows, width // 128, 8, 4, 4, 8)
-    nibbles = nibbles[..., QQQ_PLACE[grouped]].view(rows, width // 128, 8, 4, 4, 2, 4)
+    # axes: row, n / 64, n % 8, k % 16 / 4, n / 16 % 4, b, t
+    nibbles = unpack_nibbles(words, QQQ_PLACE[grouped]).view(rows, width // 128, 8, 4, 4, 2, 4)
     # n = 64 a1 + 16 a4 + 8 b + a2; k = 16 a0 + 4 a3 + t
     return nibbles.permute(1, 4, 5, 2, 0, 3, 6).reshape(width // 2, rows * 16)
 
@@ -121,14 +120,10 @@ def read_awq(store: Store, quantization: dict[str, Any]) -> Reading:
 
 
 def _awq_gemm(part: Part, spec: Spec, n: int, k: int, groups: int) -> QTensor:
-    inverse = torch.tensor(AWQ_COLUMN_OF_NIBBLE).argsort()
-
-    def columns(last: str) -> Tensor:
-        words = part.tensor(last)
-        return unpack_rows(words, 4, n).view(words.shape[0], -1, 8)[..., inverse].reshape(words.shape[0], n).t()
-
-    zero = columns("qzeros") if spec.zero else None
-    return from_unsigned(columns("qweight").contiguous(), 4, part.scale("scales").t(), zero, spec.group)
+    order = [AWQ_COLUMN_OF_NIBBLE.index(column) for column in range(8)]
+    codes = unpack_nibbles(part.tensor("qweight"), order).t().contiguous()
+    zero = unpack_nibbles(part.tensor("qzeros"), order).t() if spec.zero else None
+    return from_unsigned(codes, 4, part.scale("scales").t(), zero, spec.group)
 
 
 def _awq_gemv(part: Part, spec: Spec, n: int, k: int, groups: int) -> QTensor:
@@ -167,8 +162,7 @@ def read_gptq(store: Store, quantization: dict[str, Any]) -> Reading:
     if quantization.get("is_marlin_format") or quantization.get("pack_dtype") not in (None, "int32"):
         raise ValueError("GPTQ in a kernel's own layout (is_marlin_format, pack_dtype) is not supported; int32 v1 and v2 are")
     _warn_unknown("GPTQ", quantization, GPTQ_KEYS)
-    version = GPTQ_VERSIONS[named]
-    labelled = IN_WORDS if _by_gptqmodel(quantization) and version == 1 else version
+    labelled = IN_WORDS if named == "gptq" and _by_gptqmodel(quantization) else GPTQ_VERSIONS[named]
     linears = {}
     for module in modules_with(store, "qweight"):
         own, part = _gptq_rules(quantization, module), Part(store, module)
@@ -187,15 +181,15 @@ def read_gptq(store: Store, quantization: dict[str, Any]) -> Reading:
         if own.get("desc_act") and groups > 1 and not part.has("g_idx"):
             raise ValueError(f"{module} has no g_idx, but the config says desc_act: which channel is in which group is unknown")
         linears[module] = LinearSource((n, k), scheme_of(spec, None), part.names("qweight", "qzeros", "scales", "g_idx"),
-                                       partial(_gptq, part, spec, bits, version, labelled, n, k))
+                                       partial(_gptq, part, spec, bits, labelled, n, k))
     return Reading(linears)
 
 
 GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
-IN_WORDS = "1, subtracted from words,"  # GPTQModel's version 1
+IN_WORDS = "1 (of whole words)"  # GPTQModel's version 1
 
 
-def _gptq(part: Part, spec: Spec, bits: int, version: int, labelled: int | str, n: int, k: int) -> QTensor:
+def _gptq(part: Part, spec: Spec, bits: int, labelled: int | str, n: int, k: int) -> QTensor:
     module, middle = part.module, 1 << (bits - 1)
     codes = unpack_rows(part.tensor("qweight").t().contiguous(), bits, k)
     scale = part.scale("scales").t()
@@ -210,8 +204,8 @@ def _gptq(part: Part, spec: Spec, bits: int, version: int, labelled: int | str, 
     if not fits:
         raise ValueError(f"{module}: the config says symmetric, but its zero points are {zero.unique().tolist()[:8]}, not all "
                          f"{middle}")
-    if fits[0] != labelled and (version == 2 or fits[0] == 2):
-        warnings.warn(f"{module}: labelled GPTQ v{version}, but its zero points are v{fits[0]}'s: read as these", stacklevel=2)
+    if fits[0] != labelled and 2 in (fits[0], labelled):
+        warnings.warn(f"{module}: labelled GPTQ v{labelled}, but its zero points are v{fits[0]}'s: read as these", stacklevel=2)
     return from_unsigned(codes, bits, scale, None, spec.group, order)
 
 
@@ -368,7 +362,7 @@ def _fp8_linears(store: Store, quantization: dict[str, Any], act: Spec | None, l
         module, _, kind = name.rpartition(".")
         if kind != "weight" or module in linears:
             continue
-        if store.dtype(name) in (torch.float8_e4m3fn, torch.float8_e5m2):
+        if store.dtype(name) in FLOAT8.values():
             raise ValueError(f"{name} is FP8 but has no scale beside it: its values cannot be known")
         if module.endswith("_proj") and len(store.shape(name)) == 2 and not _excluded(module, skipped):
             plain.append(module)

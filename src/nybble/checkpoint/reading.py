@@ -113,7 +113,8 @@ def from_unsigned(codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, 
     shift = middle if zero is None or bits > 4 else 0
     if order is not None and (scale.shape[1] == 1 or torch.equal(order.long(), torch.arange(k) // (group or k))):
         order = None
-    return QTensor(spec, (codes.to(torch.int16) - shift).to(torch.int8), scale.float().contiguous(),
+    signed = (codes + -shift % 256).view(torch.int8)  # bytes wrap
+    return QTensor(spec, signed, scale.float().contiguous(),
                    None if zero is None else (zero.float() - shift).contiguous(), order=None if order is None else order.long())
 
 
@@ -126,7 +127,8 @@ def float_weight(part: Part, last: str, act: Spec | None, block: tuple[int, int]
     module, shape, dtype, found = part.module, part.shape("weight"), part.dtype("weight"), part.shape(last)
     nums = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8_E5M2}
     if dtype not in nums or len(shape) != 2:
-        raise ValueError(f"{module}.weight is {dtype} {list(shape)}, not an FP8 matrix as its scale {last} says")
+        raise ValueError(f"{module}.weight is {dtype} {list(shape)}; its scale {last} is for a matrix of float8_e4m3fn or "
+                         "float8_e5m2")
     if block is not None and found == Spec(FP8, block).num_scales(shape):
         tile = block
     elif all(d == 1 for d in found):

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 
 from nybble.checkpoint import Checkpoint, open_checkpoint
 from nybble.hardware import pick_device
-from nybble.kernels.types import Step
 from nybble.models import Decoder, load_model, turn_keys
 from nybble.models.load import Progress
-from nybble.models.window import BLOCK_SIZE, FLOAT_KV, scratch_kv
+from nybble.models.window import FLOAT_KV, prompts_step, scratch_kv
 from nybble.nn.parallel import ALONE, Group
 from nybble.text import Tokenizer, load_tokenizer
 
@@ -88,23 +87,6 @@ def open_subject(path: str | Path, kv: str = "auto", device: str | torch.device 
     return Subject(Path(path), checkpoint, model, tokenizer, name, scales)
 
 
-def ragged_step(rows: Sequence[Ids], logit_rows: Ids, device: torch.device) -> tuple[Step, int]:
-    """Rows of token ids, each a prompt from position 0 in blocks of its own -> the step, and how many blocks it wants."""
-    lengths = torch.tensor([len(row) for row in rows])
-    blocks = -(-lengths // BLOCK_SIZE)
-    first, total, longest = blocks.cumsum(0) - blocks, int(blocks.sum()), int(lengths.max())
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
-    table = (first[:, None] + torch.arange(int(blocks.max()))).clamp_max(total - 1)
-    slots = first.repeat_interleave(lengths) * BLOCK_SIZE + positions
-    int32 = lambda t: t.to(device, torch.int32)  # noqa: E731
-    return Step(
-        token_ids=torch.tensor([i for row in rows for i in row], device=device),
-        positions=int32(positions), slots=slots.to(device), query_start=int32(F.pad(lengths.cumsum(0), (1, 0))),
-        context_len=int32(lengths), block_table=int32(table),
-        num_decode=0, max_query=longest, max_context=longest, logit_rows=torch.tensor(logit_rows, device=device),
-    ), total
-
-
 @torch.inference_mode()
 def likelihoods(subject: Subject, pairs: Sequence[tuple[Ids, Ids]], progress: Progress | None = None, what: str = "scoring",
                 step_tokens: int | None = None) -> list[tuple[float, bool]]:
@@ -142,7 +124,7 @@ def likelihoods(subject: Subject, pairs: Sequence[tuple[Ids, Ids]], progress: Pr
                 picks += range(end - len(wanted), end)
                 targets += wanted
                 owners += [index] * len(wanted)
-        step, blocks = ragged_step(some, picks, model.device)
+        step, blocks = prompts_step(some, model.device, picks)
         kv = scratch_kv(model.config, subject.kv_name, blocks, model.device, scales=subject.kv_scales)
         nats, hits = [], []
         for hidden, ids in zip(model.hidden(step, kv).split(LOGIT_ROWS), torch.tensor(targets).split(LOGIT_ROWS)):

@@ -127,7 +127,7 @@ def read_config(config: Mapping[str, Any], families: tuple[Family, ...] = FAMILI
         rms_eps=read.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position=max_position,
-        tie_embeddings=read.flag("tie_word_embeddings", False),
+        tie_embeddings=read.held("tie_word_embeddings", bool, default=False),
         qkv_bias=read.choice(family.qkv_bias),
         o_bias=read.choice(family.o_bias),
         mlp_bias=read.choice(family.mlp_bias),
@@ -154,9 +154,10 @@ class _Reader:
             return default
         return found
 
-    def held(self, key: str, *kinds: Any) -> Any:
+    def held(self, key: str, *kinds: Any, default: Any = None) -> Any:
         self.seen.add(key)
-        return held(self.config, key, *kinds, where=self.where)
+        found = held(self.config, key, *kinds, where=self.where)
+        return default if found is None else found
 
     def count(self, key: str, default: Any = REQUIRED) -> int:
         found = self.value(key, default)
@@ -170,15 +171,9 @@ class _Reader:
             raise ValueError(f"{self.where}: {key} = {found!r}; wants a number above 0")
         return float(found)
 
-    def flag(self, key: str, default: bool) -> bool:
-        found = self.value(key, default)
-        if not isinstance(found, bool):
-            raise ValueError(f"{self.where}: {key} = {found!r}; wants true or false")
-        return found
-
     def choice(self, says: bool | str) -> bool:
         """A family's fixed answer, or the config key that holds it."""
-        return says if isinstance(says, bool) else self.flag(says, False)
+        return says if isinstance(says, bool) else self.held(says, bool, default=False)
 
     def refuse_the_rest(self, family: Family) -> None:
         problems = []
@@ -204,10 +199,8 @@ def _read_rope(read: _Reader, max_position: int, head_dim: int) -> tuple[Rope, i
         raise ValueError(f"config.json: rope_scaling = {old!r} and rope_parameters = {new!r} disagree; keep one")
     where = "rope_parameters" if new else "rope_scaling"
     parameters = _Reader(new or old or {}, f"config.json: {where}")
-    theta = read.number("rope_theta", 10000.0)
-    partial = read.number("partial_rotary_factor", 1.0)
-    base = parameters.number("rope_theta", theta)
-    partial = parameters.number("partial_rotary_factor", partial)
+    base = parameters.number("rope_theta", read.number("rope_theta", 10000.0))
+    partial = parameters.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     if partial > 1 or int(head_dim * partial) % 2:
         raise ValueError(f"config.json: partial_rotary_factor = {partial} of {head_dim} channels; wants an even number of them")
     named = [parameters.held(key, str) for key in ("rope_type", "type")]
@@ -215,18 +208,14 @@ def _read_rope(read: _Reader, max_position: int, head_dim: int) -> tuple[Rope, i
     if kind not in METHODS:
         raise ValueError(f"{parameters.where}: rope_type = {kind!r} is not supported; there are {', '.join(METHODS)}")
     needed, optional = METHODS[kind]
-    original = read.value("original_max_position_embeddings", None)
-    scaling: dict[str, Any] = {}
-    for key in (*needed, *optional):
-        default = REQUIRED if key in needed else None
-        if key == "original_max_position_embeddings":
-            default = original or max_position
-        found = parameters.flag(key, True) if key == "truncate" else parameters.value(key, default)
+    elsewhere = {"original_max_position_embeddings": read.value("original_max_position_embeddings", max_position)}
+    scaling: dict[str, Any] = {key: parameters.number(key, elsewhere.get(key, REQUIRED)) for key in needed}
+    for key in optional:
+        found = parameters.held(key, bool) if key == "truncate" else parameters.value(key, elsewhere.get(key))
         if found is None:
             continue
-        if not isinstance(found, int | float) or not (found > 0 or (found == 0 and key in optional)):
-            wanted = "a number, 0 or more" if key in optional else "a number above 0"
-            raise ValueError(f"{parameters.where}: {key} = {found!r}; wants {wanted}")
+        if not isinstance(found, int | float) or found < 0:
+            raise ValueError(f"{parameters.where}: {key} = {found!r}; wants a number, 0 or more")
         scaling[key] = found
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ValueError(f"{parameters.where}: high_freq_factor = {scaling['high_freq_factor']} is not above low_freq_factor")
@@ -242,12 +231,10 @@ def _read_windows(read: _Reader, family: Family, layers: int) -> tuple[int, ...]
     if family.window == "none":
         return (0,) * layers
     # An absent key means the family's default, null means no window.
-    window = read.value("sliding_window", None)
-    if window is None and "sliding_window" not in read.config:
-        window = family.default_window
+    window = read.value("sliding_window", None if "sliding_window" in read.config else family.default_window)
     if family.window == "layers":
-        first = 28 if read.held("max_window_layers", int) is None else read.value("max_window_layers")
-        if not read.flag("use_sliding_window", False):
+        first = read.held("max_window_layers", int, default=28)
+        if not read.held("use_sliding_window", bool, default=False):
             window = None
         slides = [window is not None and layer >= first for layer in range(layers)]
     else:

@@ -7,8 +7,9 @@ taken off every key. So K is stored in a basis where rounding costs least:
 - int4 rounds each half of the channels around its mean, which it keeps in half precision. Two directions may therefore be
   kept nearly exactly, by turning them onto the halves' means: K's own mean, which eats most of the range, and the direction
   in which queries are longest, where an error costs most; for V the two in which it is longest.
-- A channel pair much larger than the others (K biases, as Qwen2 has) is shrunk, and the query's stretched, by the scale that
-  balances both (SmoothAttention, QServe, arXiv 2405.04532). Only pairs: the mean of such a K turns with the position.
+- Where a channel pair is much larger than the others (K biases, as Qwen2 has), K's pairs are scaled, and the query's
+  inversely, by what makes both as long as each other (SmoothAttention, QServe, arXiv 2405.04532): the mean of such a K turns
+  with the position.
 
 The statistics come from `TOKENS` tokens of any text run through the model; random tokens give nearly the same directions.
 """
@@ -32,7 +33,8 @@ from nybble.nn.parallel import ALONE, Group
 
 TOKENS = 2048
 SAMPLE = Path(__file__).parents[1] / "quantize" / "data" / "calibration.txt"
-OUTLIER = 64.0  # energy of a pair over the median pair's from which it is scaled
+OUTLIER = 64.0  # energy of a pair over the median pair's about its mean, from which a head is scaled
+INT8_OUTLIER = 16.0  # for int8, which leaves layers without such pairs as they are
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _second(x: Tensor) -> Tensor:
 def turn_of(moments: Moments, kv_name: str, group: Group = ALONE) -> Turn | None:
     """A layer's turn for a cache type, on the CPU; None where K is best stored as it is, in the heads of all ranks."""
     heads, dim = moments.mean.shape
-    scale = pair_scale(moments)
+    scale = pair_scale(moments, INT8_OUTLIER if kv_name == "int8" else OUTLIER)
     if kv_name == "int8" and group.least(bool((scale == 1).all())):
         return None
     basis = hadamard_blocks(torch.eye(dim, dtype=torch.float64), dim & -dim).expand(heads, dim, dim)
@@ -120,14 +122,17 @@ def turn_of(moments: Moments, kv_name: str, group: Group = ALONE) -> Turn | None
     return Turn(*(x.float().contiguous() for x in turned))
 
 
-def pair_scale(moments: Moments) -> Tensor:
-    """float64 [H, D]: what K's channels are multiplied by, the same for both of a pair (i, i + D/2); 1 but for outliers."""
+def pair_scale(moments: Moments, outlier: float) -> Tensor:
+    """float64 [H, D]: what K's channels are multiplied by, the same for both of a pair (i, i + D/2), at most 1. Heads without
+    outlier pairs have 1."""
     energy = lambda second: second.diagonal(dim1=1, dim2=2).unflatten(1, (2, -1)).sum(1)  # noqa: E731
     keys, queries = energy(moments.keys), energy(moments.queries)
-    typical = keys.median(1, True)[0]
-    ideal = (queries.clamp_min(1e-30) / keys.clamp_min(1e-30)).pow(0.25)  # makes both as long as each other
-    ideal = ideal / ideal.median(1, True)[0]
-    scale = torch.where(keys > OUTLIER * typical, ideal.clamp(max=1), torch.ones_like(ideal))
+    rest = energy(moments.keys - moments.mean[:, :, None] * moments.mean[:, None]).clamp_min(0)
+    outlying = (keys > outlier * rest.median(1, True)[0]).any(1, True)
+    # The mean is taken off, but turns away in sequences longer than the sample: between what K is with it and without.
+    ideal = (queries.clamp_min(1e-30) / (keys * rest).sqrt().clamp_min(1e-30)).pow(0.25)  # makes both as long as each other
+    ideal = (ideal / ideal.median(1, True)[0]).clamp(2**-8, 2**3)  # float16 holds the inverse, also of what no query meets
+    scale = torch.where(outlying, ideal / ideal.amax(1, True), 1.0)
     return torch.cat((scale, scale), 1)
 
 

@@ -1,4 +1,4 @@
-"""Whole windows of text at once, without an engine: what perplexity and calibration run on.
+"""Whole windows of text at once, without an engine: what evaluation and calibration run on.
 
 Every row is one prompt row of a step over a scratch cache. Within one pass a layer's cache is dead once the layer has run,
 so all layers share one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.kernels.types import FLOATS, LayerKV, Step, cache_shapes, scaled
@@ -20,26 +21,27 @@ FLOAT_KV = {dtype: name for name, dtype in FLOATS.items()}
 Scales = Sequence[tuple[float, float] | None] | None  # per layer (k, v), of fp8 caches
 
 
-def window_step(token_ids: Tensor) -> Step:
-    """One step over int64 [B, L] prompts, row r in blocks of its own. Wants B * ceil(L / BLOCK_SIZE) blocks."""
-    rows, length = token_ids.shape
-    device, int32 = token_ids.device, torch.int32
-    width = -(-length // BLOCK_SIZE)
-    positions = torch.arange(length, device=device)
-    table = torch.arange(rows * width, device=device).view(rows, width)
-    slots = table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+def prompts_step(rows: Sequence[Sequence[int]], device: torch.device, logit_rows: Sequence[int] | None = None
+                 ) -> tuple[Step, int]:
+    """Rows of token ids, each a prompt from position 0 in blocks of its own -> the step, and how many blocks it wants."""
+    lengths = torch.tensor([len(row) for row in rows])
+    blocks = -(-lengths // BLOCK_SIZE)
+    first, total, longest = blocks.cumsum(0) - blocks, int(blocks.sum()), int(lengths.max())
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    table = (first[:, None] + torch.arange(int(blocks.max()))).clamp_max(total - 1)
+    slots = first.repeat_interleave(lengths) * BLOCK_SIZE + positions
+    int32 = lambda t: t.to(device, torch.int32)  # noqa: E731
     return Step(
-        token_ids=token_ids.reshape(-1),
-        positions=positions.to(int32).repeat(rows),
-        slots=slots.reshape(-1),
-        query_start=torch.arange(0, (rows + 1) * length, length, device=device, dtype=int32),
-        context_len=torch.full((rows,), length, device=device, dtype=int32),
-        block_table=table.to(int32),
-        num_decode=0,
-        max_query=length,
-        max_context=length,
-        logit_rows=None,
-    )
+        token_ids=torch.tensor([i for row in rows for i in row], device=device),
+        positions=int32(positions), slots=slots.to(device), query_start=int32(F.pad(lengths.cumsum(0), (1, 0))),
+        context_len=int32(lengths), block_table=int32(table), num_decode=0, max_query=longest, max_context=longest,
+        logit_rows=None if logit_rows is None else torch.tensor(logit_rows, device=device),
+    ), total
+
+
+def window_step(token_ids: Tensor) -> Step:
+    """One step over int64 [B, L] prompts. Wants B * ceil(L / BLOCK_SIZE) blocks."""
+    return prompts_step(token_ids.tolist(), token_ids.device)[0]
 
 
 def scratch_kv(config: ModelConfig, kv_name: str, num_blocks: int, device: torch.device | str, scales: Scales = None

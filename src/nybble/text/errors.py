@@ -15,8 +15,18 @@ class BrokenFile(ValueError):
         super().__init__(f"{path} is damaged: {why}; download or convert it again")
 
 
-WANTS = {dict: "an object", str: "a string", int: "a whole number", list[str]: "a list of strings",
-         list[int]: "a list of whole numbers", list[dict]: "a list of objects"}
+def present(model: Path) -> Path:
+    """The same. Raises FileNotFoundError where nothing is, saying what would do."""
+    if model.exists():
+        return model
+    problem = f"no such checkpoint: {model}: give a Hugging Face directory or a .gguf file"
+    if len(model.parts) == 2 and not model.parent.exists():  # as the hub names models
+        problem += f". Nybble downloads nothing: a model of the hub comes by `hf download {model} --local-dir {model.name}`"
+    raise FileNotFoundError(problem)
+
+
+WANTS = {dict: "an object", str: "a string", int: "a whole number", bool: "true or false",
+         list[str]: "a list of strings", list[int]: "a list of whole numbers", list[dict]: "a list of objects"}
 
 
 def held(config: Mapping[str, Any], key: str, *kinds: Any, where: str = "config.json") -> Any:
