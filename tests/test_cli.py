@@ -52,11 +52,11 @@ print(sorted(m for m in ("torch", "triton", "transformers") if m in sys.modules)
         (("quantize", ".", "-o", "no/such/out", "--group", "many"), "group"),
         (("quantize", ".", "-o", "no/such/out", "--scheme", "w8a8", "--group", "32"), "leave --group out"),
         (("generate", ".", "hi", "--temperature", "-1"), "temperature"),
-        (("chat", ".", "--top-p", "0"), "top_p"),
+        (("chat", ".", "--top-p", "1.5"), "top_p"),
         (("serve", "no/such/model"), "no/such/model"),
         (("serve", ".", "--port", "99999"), "65535"),
         (("bench", "offline", "llama-3-8b", "--dummy", "--device", "tpu"), "tpu"),
-        (("bench", "kernels", "--schemes", "w4a8,w3a8"), "--schemes w3a8: wants some of w4a8, w4a8_g128"),
+        (("bench", "kernels", "--schemes", "w4a8,w3a8"), "--schemes w3a8: wants some of "),
         *(((command, "Org/Model-1B"), "hub comes by `hf download Org/Model-1B --local-dir Model-1B`")
           for command in ("chat", "serve", "explain")),
         (("quantize", "Org/Model-1B", "-o", "no/such/out"), "`hf download Org/Model-1B"),
@@ -79,12 +79,15 @@ def test_answers_go_to_standard_output_alone_and_a_closed_pipe_is_no_error(tmp_p
     answer = llm.generate("hi", SamplingParams(temperature=0.0, max_tokens=5))
     assert (done.returncode, done.stdout) == (0, answer.text + "\n")
     assert "2 tokens in" in done.stderr
+    said = subprocess.run([sys.executable, "-m", "nybble", "generate", str(model), "--max-tokens", "5"], timeout=120,
+                          check=False, input="hi\n", capture_output=True, text=True)
+    assert said.stdout == done.stdout
     (tmp_path / "shell").write_text(f"{sys.executable} -m nybble generate {model} hi --max-tokens 200 | head -c 1")
     piped = subprocess.run(["sh", tmp_path / "shell"], capture_output=True, timeout=120, check=False)
     assert len(piped.stdout) == 1
     assert b"Error" not in piped.stderr
     chat = subprocess.run([sys.executable, "-m", "nybble", "chat", str(model), "--max-tokens", "3", "--temperature", "0"],
-                          timeout=120, check=False, input=b"\xff\n" + b"x" * 300 + b"\nhi\n", capture_output=True)
+                          timeout=120, check=False, input=b"\xff\n\n" + b"x" * 300 + b"\nhi\n/exit\nhi\n", capture_output=True)
     assert chat.returncode == 0
     assert chat.stderr.count(b" 3 out") == 2
     assert b"longer than the context" in chat.stderr
@@ -102,6 +105,40 @@ def test_sampling_not_asked_for_is_the_checkpoints(tmp_path):
     plain = run("generate", str(tmp_path), "hello", "--max-tokens", "12", "--kv", "fp32", "--device", "cpu", "--top-k", "0",
                 "--seed", "1")
     assert plain.stdout != done.stdout  # a temperature of 3 shows
+
+
+def test_a_turn_without_an_answer_is_forgotten(tmp_path, monkeypatch, capsys):
+    """Ctrl-C before the first token; then /new in between leaves the system message alone."""
+    make_tiny(tmp_path)
+    asked = []
+
+    def answer(llm, messages, params):
+        asked.append([message["content"] for message in messages])
+        if messages[-1]["content"] == "b":
+            raise KeyboardInterrupt
+        return f"to {messages[-1]['content']}"
+
+    monkeypatch.setattr("nybble.cli.stream_answer", answer)
+    (tmp_path / "said").write_text("a\nb\nc\n/new\n\nd\n/exit\ne\n")
+    with (tmp_path / "said").open() as said:
+        monkeypatch.setattr("sys.stdin", said)
+        app(["chat", str(tmp_path), "--system", "s", "--device", "cpu"], result_action="return_value")
+    assert asked == [["s", "a"], ["s", "a", "to a", "b"], ["s", "a", "to a", "c"], ["s", "d"]]
+    assert capsys.readouterr().out == ""
+
+
+def test_explain_says_once_what_layers_share(tmp_path, capsys):
+    make_tiny(tmp_path / "tiny")
+    (tmp_path / "recipe.toml").write_text('method = "rtn"\nhead = "w8a8"\n[layers]\n"1.down" = "w8a8"\n')
+    words = ["quantize", tmp_path / "tiny", "-o", tmp_path / "a b", "--recipe", tmp_path / "recipe.toml", "--device", "cpu"]
+    app([str(word) for word in words], result_action="return_value")
+    assert f"report '{tmp_path / 'a b'}' --against {tmp_path / 'tiny'}\n" in capsys.readouterr().out
+    app(["explain", str(tmp_path / "a b"), "--device", "cpu"], result_action="return_value")
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["layers", "linear", "scheme"]) + 1
+    assert lines[at:] == [["0-1", "self_attn.q_proj,k_proj,v_proj", "w4a8"], ["0-1", "self_attn.o_proj", "w4a8"],  # 64 wide:
+                          ["0-1", "mlp.gate_proj,up_proj", "w4a8"], ["0", "mlp.down_proj", "w4a8_qqq_g128"],  # not by 128
+                          ["1", "mlp.down_proj", "w8a8"], ["lm_head", "w8a8", "cpu"]]
 
 
 @pytest.mark.parametrize("presses", [1, 2])

@@ -27,6 +27,7 @@ from nybble.evals.report import report, verdict
 from nybble.evals.tasks import marks, read_task, score_task
 from nybble.formats.qtensor import dequantize
 from nybble.quantize import Recipe, quantize_checkpoint
+from nybble.serve.protocol import checkpoint_sampling
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "that", "dog", "ate", "his", "hat", "while", "one", "bird", "sang", "in",
@@ -296,6 +297,9 @@ def test_bad_tasks_say_what_to_do(checkpoint: Path, tmp_path: Path):
     (tmp_path / "boolq.jsonl").write_text('{"passage": "x"}\n')
     with pytest.raises(ValueError, match="KeyError 'question'. Wanted: .*passage, question, label"):
         evaluate(checkpoint, ["boolq"], tmp_path)
+    (tmp_path / "piqa.jsonl").write_text('{"goal": "x", "sol1": "a", "sol2": "b", "label": -1}\n')
+    with pytest.raises(ValueError, match="piqa.jsonl: .*none of the choices"):
+        evaluate(checkpoint, ["piqa"], tmp_path)
     (tmp_path / "copa.jsonl").write_text("no json\n")
     with pytest.raises(ValueError, match="line 1"):
         evaluate(checkpoint, ["copa"], tmp_path)
@@ -494,7 +498,10 @@ def test_commands(checkpoint: Path, quantized: Path, tmp_path: Path, capsys: pyt
     arguments = ["--text", checkpoint / "text.txt", "--device", "cpu", "-o", page]
     app([str(a) for a in ("report", quantized, *arguments)], result_action="return_value")
     assert page.read_text().startswith("<!doctype html>")
-    assert json.loads(page.with_suffix(".json").read_text())["anatomy"]["linears"]
+    found = json.loads(page.with_suffix(".json").read_text())
+    assert found["anatomy"]["linears"]
+    said = re.search(r"^Perplexity +([\d.]+) +lower is better$", capsys.readouterr().out, re.MULTILINE)
+    assert float(said[1]) == pytest.approx(found["model"]["tasks"][0]["metrics"]["perplexity"], abs=0.005)
 
 
 def test_the_adapter_is_one_of_the_harness(checkpoint: Path):
@@ -502,8 +509,10 @@ def test_the_adapter_is_one_of_the_harness(checkpoint: Path):
     assert isinstance(harness_model(checkpoint, device="cpu"), api.LM)
 
 
-def test_the_demo_compares(checkpoint: Path, tmp_path: Path):
-    printed = run_demo(checkpoint, tmp_path / "demo", "cpu", lambda what, done: None)
+def test_the_demo_compares(checkpoint: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("nybble.evals.demo.demo_model", lambda: checkpoint)
+    printed = run_demo(None, tmp_path / "demo", "cpu", lambda what, done: None)
+    assert checkpoint_sampling(tmp_path / "demo") == {"temperature": 0.2, "top_p": 0.9}
     assert "14 linears at" in printed
     before, after = map(float, re.search(r"ppl:sample.txt +perplexity +(\d+\.\d+) +(\d+\.\d+) +[+-]\d", printed).groups())
     said = " ".join(printed.strip().splitlines()[-3:])

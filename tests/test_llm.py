@@ -270,8 +270,8 @@ def test_calls_without_params_take_the_checkpoints_sampling(folder, reference, t
             assert llm.generate(prompt).token_ids == expected[0, len(prompt):].tolist()
     quantize_checkpoint(model, tmp_path / "w8", Recipe(scheme="w8a8", method="rtn", transform="none"), kv="int8", device="cpu")
     assert json.loads((tmp_path / "w8" / "generation_config.json").read_text()) == written
-    (model / "generation_config.json").write_text('{"top_p": 0}')
-    with pytest.raises(ValueError, match=r"generation_config.json: top_p = 0"):
+    (model / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p = 1.5"):
         LLM(model, device="cpu")
 
 
@@ -312,6 +312,11 @@ def test_params_of_the_wrong_type_are_refused_and_one_stop_string_is_one():
 def test_an_unknown_option_is_named_with_those_like_it(folder, option, near):
     with pytest.raises(ValueError, match=rf"no option {option}; there are .*\b{near}\b"):
         LLM(folder / "float", device="cpu", **{option: 1})
+
+
+def test_a_name_of_the_hub_says_how_to_get_it():
+    with pytest.raises(FileNotFoundError, match="`hf download Org/Model-1B --local-dir Model-1B`"):
+        LLM("Org/Model-1B")
 
 
 def test_what_is_no_conversation_is_refused(llm):

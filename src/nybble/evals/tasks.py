@@ -214,7 +214,7 @@ def read_task(name: str, given: str | Path, data: Path, shots: int = 5, limit: i
     """given: a file, or a directory with the task's files; "" looks under `data`, at most one directory down. limit: items of
     each file, the first ones.
 
-    Raises ValueError for an unknown task or a row without its columns, FileNotFoundError saying what to get.
+    Raises ValueError for an unknown task, a row without its columns or without an answer, FileNotFoundError saying what to get.
     """
     if name not in TASKS:
         raise ValueError(f"task {name!r} is not known; there are ppl:FILE, {', '.join(TASKS)}")
@@ -230,7 +230,10 @@ def read_task(name: str, given: str | Path, data: Path, shots: int = 5, limit: i
     for path in files:
         try:
             assert task.read or task.make
-            items += (task.read(path, shots) if task.read else list(map(task.make, rows_of(path))))[:limit]  # type: ignore[arg-type]
+            found = (task.read(path, shots) if task.read else list(map(task.make, rows_of(path))))[:limit]  # type: ignore[arg-type]
+            if not all(0 <= item.gold < len(item.pairs) for item in found):
+                raise LookupError("an answer is none of the choices (test sets often come without answers)")
+            items += found
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: {type(error).__name__} {error}. Wanted: {task.wants}") from error
     if not items:
