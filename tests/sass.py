@@ -1,4 +1,5 @@
-"""Reading the machine code of a CUDA kernel: its loop of products, spills, operands overwritten while in flight."""
+"""Compiling kernels without a GPU, and reading their machine code: the loop of products, spills, operands overwritten while in
+flight."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nybble.kernels import nvrtc
 
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 SPILL = re.compile(r"(@\S+ )?(STL|LDL)\b")
 
 
@@ -37,12 +40,38 @@ def assemble(source: str, defines: dict[str, int], folder: Path) -> list[str]:
     return disassemble(cubin)
 
 
+def compile_for(target: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...] = (),
+                **options: int) -> Any:
+    """A Triton kernel for a GPU that need not be here. types: of parameters that are not int32; pointers are aligned to 16
+    bytes, `aligned` are multiples of 16."""
+    triton = pytest.importorskip("triton")
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    known = [at for at, name in enumerate(names) if signature[name].startswith("*") or name in aligned]
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(at,): [["tt.divisibility", 16]] for at in known})
+    gpu = triton.backends.compiler.GPUTarget
+    gpu = gpu("cuda", int(target[3:]), 32) if target.startswith("sm_") else gpu("hip", target, 64)
+    return triton.compile(source, target=gpu, options=options)
+
+
+def run_tool(name: str, *arguments: Any) -> str:
+    """What nvdisasm or cuobjdump say."""
+    triton = pytest.importorskip("triton", reason="they come with Triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def local_bytes(cubin: Path) -> int:
+    """Of a thread: what does not fit its registers."""
+    return sum(int(v) for v in re.findall(r"(?:STACK|LOCAL):(\d+)", run_tool("cuobjdump", "-res-usage", cubin)))
+
+
 def disassemble(cubin: Path) -> list[str]:
     """One instruction a line, labels kept."""
-    triton = pytest.importorskip("triton", reason="nvdisasm comes with Triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    return [re.sub(r"/\*.*?\*/", "", line).strip() for line in text.splitlines()]
+    return [re.sub(r"/\*.*?\*/", "", line).strip() for line in run_tool("nvdisasm", "-c", cubin).splitlines()]
 
 
 def written_registers(line: str) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,11 +48,20 @@ def test_programs_hold_all_heads_of_a_token_and_hardly_more(tokens: int) -> None
         assert warps <= 32
 
 
+@pytest.mark.parametrize(("name", "rows", "tokens", "bytes_of_a_page"),
+                         [("int8", 65, 65, 64 * 2 * (128 + 4)), ("int4", 128, 128, 64 * 2 * (64 + 8)), ("int8", 64, 64, None),
+                          ("int8", 128, 129, None), ("bf16", 128, 128, None)])
+def test_the_cache_moves_ahead_of_many_rows(name: str, rows: int, tokens: int, bytes_of_a_page: int | None) -> None:
+    step = SimpleNamespace(num_decode=rows, slots=torch.zeros(tokens))
+    pages = 28 * 2**20 // bytes_of_a_page if bytes_of_a_page else 0
+    assert cache.pages_ahead(poisoned_cache(name, 2, 2, 64, 128), step) == pages
+
+
 def test_gather_takes_what_the_portable_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = pytest.importorskip("nybble.kernels.attention_triton", reason="needs Triton")
     launched: list[tuple] = []
     monkeypatch.setattr(cache.nvrtc, "launch", lambda *arguments: launched.append(arguments))
-    monkeypatch.setattr(cache, "gather_kernel", lambda *defined: defined)
+    monkeypatch.setattr(cache.nvrtc, "kernel", lambda name, device, shared_bytes, source, *given: given)
     monkeypatch.setattr(attention, "_gather_of", lambda *_: cache.Gather(torch.device("cpu")))
     q, kv, step = attention_case("int8", [130, 40, 300], [1, 9, 90], 6, 3, 16, 32, dtype=BF16)
     portable: list[dict] = []
@@ -65,7 +75,7 @@ def test_gather_takes_what_the_portable_kernel_does(monkeypatch: pytest.MonkeyPa
     asked = portable[0]
     assert len(launched) == 2  # of tensors, and again of addresses
     for defined, programs, threads, *_, (given,), _ in launched:
-        _, kind, heads, dim, block_size, tile = defined
+        kind, heads, dim, block_size, tile = defined
         assert [kind, heads, dim, block_size, tile] == [asked[n] for n in ("KIND", "HEADS", "DIM", "BLOCK_SIZE", "TILE")]
         assert threads == 256
         assert programs == 2 * 3 * 2 * 384 // 128  # K and V, heads, rows, positions

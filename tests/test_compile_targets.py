@@ -3,57 +3,34 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sass
+from sass import TARGETS
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
 
 from nybble.kernels import linear_triton  # noqa: E402
 from nybble.kernels.linear_triton import Tile  # noqa: E402
 
-TARGETS = {
-    **{f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 89, 90, 100, 120)},
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 SMALL = Tile(64, 64, 128, 1, 3, 4)
 POINTERS = {"X": "*i8", "XS": "*fp32", "W": "*i8", "WS": "*fp32", "WZ": "*bf16", "WR": "*bf16", "Y": "*bf16",
             "partials": "*i32", "arrivals": "*i32"}  # fmt: skip
 
 
-def compile_for(target: GPUTarget, kernel: Any, tile: Tile, types: dict[str, str] | None = None, **flags: Any) -> Any:
-    names = kernel.arg_names
+def compile_for(target: str, kernel: Any, tile: Tile, types: dict[str, str] | None = None, **flags: Any) -> Any:
     constants = {"BN": tile.BN, "BM": tile.BM, "BK": tile.BK, "SPLIT": tile.split, "ORDER": tile.order, "STAGES": tile.stages}
-    cuda = target.backend == "cuda"
-    constants |= {"EVEN": True, "PDL": cuda and target.arch >= 90, "SEGMENTS": 1, "ASM": cuda} | flags
-    constants = {name: value for name, value in constants.items() if name in names}
-    pointers = POINTERS | (types or {})
-    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    aligned = [n for n in names if n in pointers or n in ("N", "K", "KP", "NP")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(n),): v for n, v in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
-    return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": tile.stages})
+    cuda = target.startswith("sm_")
+    constants |= {"EVEN": True, "PDL": cuda and int(target[3:]) >= 90, "SEGMENTS": 1, "ASM": cuda} | flags
+    return sass.compile_for(target, kernel, POINTERS | (types or {}), constants, ("N", "K", "KP", "NP"), num_warps=tile.warps,
+                            num_stages=tile.stages)
 
 
-def assembly(target: GPUTarget) -> dict[str, str]:
-    low, high = (linear_triton.float_assembly(False, high) if target.backend == "cuda" else "" for high in (False, True))
+def assembly(target: str) -> dict[str, str]:
+    low, high = (linear_triton.float_assembly(False, high) if target.startswith("sm_") else "" for high in (False, True))
     return {"ASM_LO": low, "ASM_HI": high}
-
-
-def spilled_bytes(compiled: Any, tmp_path: Path) -> int:
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return sum(int(v) for v in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
 
 
 def instructions(compiled: Any) -> str:
@@ -67,22 +44,22 @@ FLOAT = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "gfx942": r"v_mfma_f3
 @pytest.mark.parametrize("name", TARGETS)
 def test_int4_and_int8_per_channel(name: str) -> None:
     for bits in (4, 8):
-        compiled = compile_for(TARGETS[name], linear_triton.plain_linear, SMALL, BITS=bits)
+        compiled = compile_for(name, linear_triton.plain_linear, SMALL, BITS=bits)
         assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32|tcgen05\.mma\S*kind::i8"), instructions(compiled))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_int4_groups(name: str) -> None:
-    flags = assembly(TARGETS[name]) | {"GROUP": 64, "SEGMENTS": 4, "ZERO": False}
-    compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, {"partials": "*fp32"}, **flags)
+    flags = assembly(name) | {"GROUP": 64, "SEGMENTS": 4, "ZERO": False}
+    compiled = compile_for(name, linear_triton.group_linear, SMALL, {"partials": "*fp32"}, **flags)
     assert re.search(INTEGER.get(name, r"mma\.sync\S*\.s32\.s8\.s8\.s32|tcgen05\.mma\S*kind::i8"), instructions(compiled))
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_w4a16(name: str) -> None:
     types = {"X": "*bf16", "WS": "*bf16", "partials": "*fp32"}
-    flags = assembly(TARGETS[name]) | {"GROUP": 128, "ZERO": True}
-    compiled = compile_for(TARGETS[name], linear_triton.group_linear, SMALL, types, **flags)
+    flags = assembly(name) | {"GROUP": 128, "ZERO": True}
+    compiled = compile_for(name, linear_triton.group_linear, SMALL, types, **flags)
     pattern = r"tcgen05\.mma\S*|mma\.sync\S*\.f32\.bf16\.bf16\.f32"
     assert re.search(FLOAT.get(name, pattern), instructions(compiled))
 
@@ -90,7 +67,7 @@ def test_w4a16(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_logits(name: str) -> None:
     types = {"X": "*bf16", "W": "*bf16", "Y": "*fp32"}
-    compiled = compile_for(TARGETS[name], linear_triton.plain_linear, Tile(64, 64, 64, 1, 3, 4), types, BITS=16)
+    compiled = compile_for(name, linear_triton.plain_linear, Tile(64, 64, 64, 1, 3, 4), types, BITS=16)
     pattern = r"tcgen05\.mma\S*|mma\.sync\S*\.f32\.bf16\.bf16\.f32"
     assert re.search(FLOAT.get(name, pattern), instructions(compiled))
 
@@ -104,12 +81,13 @@ def rows_in_use() -> list[linear_triton.Row]:
 def test_hopper_tiles_keep_weights_in_registers_and_spill_nothing(row: linear_triton.Row, tmp_path: Path) -> None:
     tile = row.tile._replace(split=row.tile.split or 4)
     if row.kind == "int4":
-        compiled = compile_for(TARGETS["sm_90"], linear_triton.plain_linear, tile, BITS=4)
+        compiled = compile_for("sm_90", linear_triton.plain_linear, tile, BITS=4)
     else:
         types = {"partials": "*fp32", "WS": "*bf16"}
-        flags = assembly(TARGETS["sm_90"]) | {"GROUP": 128, "SEGMENTS": 4, "ZERO": False}
-        compiled = compile_for(TARGETS["sm_90"], linear_triton.group_linear, tile, types, **flags)
-    assert spilled_bytes(compiled, tmp_path) == 0
+        flags = assembly("sm_90") | {"GROUP": 128, "SEGMENTS": 4, "ZERO": False}
+        compiled = compile_for("sm_90", linear_triton.group_linear, tile, types, **flags)
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    assert sass.local_bytes(tmp_path / "kernel.cubin") == 0
     # a register operand is a brace list of four, a shared-memory one a 64-bit descriptor
     products = re.findall(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*(\S)", instructions(compiled))
     assert products

@@ -108,6 +108,19 @@ def test_per_channel_and_qqq_equal_the_reference_bitwise(build):
         assert torch.equal(linear(build, weight, SCHEMES[name])(rows), want)
 
 
+@pytest.mark.parametrize("k", [136, 200, 320])
+def test_whole_scales_of_a_ragged_last_group_equal_the_reference(build, k):
+    """Scales of 1 to 16 are multiplied in groups, which the C code walks by one length: the last one's is another."""
+    generator = torch.Generator().manual_seed(k)
+    codes = torch.randint(-8, 8, (40, k), generator=generator, dtype=torch.int8)
+    scale = torch.randint(1, 17, (40, -(-k // 128)), generator=generator).float()
+    weight = QTensor(SCHEMES["w4a8_qqq_g128"].weight, codes, scale, None, torch.rand(40, 1, generator=generator))
+    rows = Rows(*quantize_rows(torch.randn(5, k, generator=generator)))
+    exact = rows.codes.double() @ inner_codes(weight).double().t()
+    want = exact.float() * weight.over.t() * rows.scale[:, None]
+    assert torch.equal(linear(build, weight, SCHEMES["w4a8_qqq_g128"])(rows), want)
+
+
 def test_qqq_uses_every_int8_code(build):
     weight = QTensor(SCHEMES["w4a8_qqq_g128"].weight, torch.tensor([[-8, 7] * 64]).to(torch.int8), torch.tensor([[17.0]]),
                      over=torch.ones(1, 1))
@@ -238,6 +251,12 @@ def test_rms_norm(ops, m, h, residual):
     assert torch.equal(rows.scale, expected[1])
     alone, _ = ops.rms_norm(x[m - 1 :], weight, 1e-5, None if other is None else other[m - 1 :], False)
     assert torch.equal(alone, got[m - 1 :])
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_a_hadamard_block_that_does_not_fit_is_refused(ops, size):
+    with pytest.raises(ValueError, match=f"Hadamard block of {size} for 24 channels"):
+        ops.silu_mul(torch.randn(2, 48), True, size)
 
 
 @pytest.mark.parametrize(("m", "i", "size"), [(3, 1536, 512), (9, 96, 32), (2, 12, 4), (1, 4096, 4096)])

@@ -98,6 +98,16 @@ if INTERPRETING:
             assert torch.equal(out, exact)
         assert not packed.arrivals.any()
 
+    @pytest.mark.parametrize("name", ["w4a8", "w8a8", "w4a8_g64"])
+    def test_every_other_row_of_a_batch(name: str) -> None:
+        """Codes and scales that are not contiguous."""
+        weight, x = weight_of(SCHEMES[name], 64, 128), rows_of(8, 128)
+        ask = LinearShape(SCHEMES[name], 64, 128, CPU, torch.float32)
+        kernel = choose(ask, linear_triton.KERNELS).kernel
+        packed = kernel.pack(weight, ask)
+        some = kernel.run(packed, reference.Rows(x.codes[1::2], x.scale[1::2]))
+        assert torch.equal(some, kernel.run(packed, x)[1::2])
+
     @pytest.mark.parametrize("order", [1, 8])
     def test_many_tiles_and_the_largest_sums(order: int) -> None:
         n, k = 130, 1024

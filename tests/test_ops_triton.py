@@ -11,12 +11,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sass
 import torch
 from ops_cases import attention_case, make_step, poisoned_cache
+from sass import TARGETS
 
 from nybble.formats.numerics import quantize_rows
 from nybble.kernels import reference
@@ -338,6 +341,51 @@ def test_context_that_does_not_fit_the_scratch_is_done_in_slices(room: int, monk
 
 
 @inside
+def test_more_rows_than_a_grid_holds_are_done_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA has 65535 of all but the first axis."""
+    from nybble.kernels import attention_triton as kernels
+
+    q, kv, step = attention_case("int8", [70, 9, 21, 30], [1, 1, 9, 21], 2, 1, 16, 32)
+    whole = kernels.attention(q, kv, step, 0.2, 0)
+    monkeypatch.setattr(kernels, "_MOST_ROWS", 1)
+    rows = set()
+
+    def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **options: Any) -> None:
+        rows.add(grid[1 if kernel in (kernels._decode, kernels._combine) else 2])
+        kernel[grid](*arguments, **options)
+
+    for programs in (None, 1):  # splits summed in memory, and in registers
+        out = torch.empty_like(q)
+        kernels.decode(q, kv, step, 0.2, 0, out, programs=programs, launch=launch)
+        kernels.prompt(q, kv, step, 0.2, 0, out, launch=launch)
+        assert torch.equal(out, whole)
+    assert rows == {1}
+
+
+@outside
+def test_positions_times_programs_fit_32_bits() -> None:
+    from nybble.kernels import attention_triton as kernels
+
+    launched: list[tuple[int, int, int]] = []
+    for context in (1 << 20, 1 << 22, 10_000_000):
+        q, kv, step = attention_case("int8", [5], [1], 1, 1, 32, 16)
+        step = replace(step, max_context=context)
+        kernels.decode(q, kv, step, 0.2, 0, torch.empty_like(q), launch=lambda _, grid, *a, **o: launched.append(grid))
+        assert 1 < launched[-2][2] < (1 << 31) / context
+
+
+@inside
+@pytest.mark.parametrize("name", ["fp16", "int8"])
+def test_a_block_table_may_be_part_of_a_wider_one(name: str) -> None:
+    from nybble.kernels.attention_triton import attention
+
+    q, kv, step = attention_case(name, [70, 40, 90], [1, 1, 30], 2, 1, 16, 16)
+    wider = torch.cat((step.block_table, torch.full_like(step.block_table, 1 << 20)), 1)
+    part = replace(step, block_table=wider[:, : step.block_table.shape[1]])
+    assert torch.equal(attention(q, kv, part, 0.2, 0), attention(q, kv, step, 0.2, 0))
+
+
+@inside
 def test_padding_rows_give_zeros() -> None:
     from nybble.kernels.attention_triton import attention
 
@@ -352,25 +400,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     q, kv, step = attention_case("int8", [5], [1], 2, 1, 16, 16)
     with pytest.raises(ValueError, match="do not fit"):
         attention(q[..., :8], kv, step, 0.2, 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        attention(q, replace(kv, v=torch.cat((kv.v, kv.v), 2)[:, :, ::2]), step, 0.2, 0)
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
 
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-
-
 def compile_for(target: str, kernel: Any, pointers: list[str], constants: dict[str, Any], warps: int) -> Any:
     """Compile `kernel`: its first parameters are `pointers`, `*_scale` and `eps` are fp32, other run-time ones int32."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else "fp32" if n.endswith("_scale") or n == "eps" else "i32" for n in names}
-    signature |= dict(zip(names, pointers))
-    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()},
-                       attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))})
-    gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
-    return triton.compile(source, target=gpu, options={"num_warps": warps})
+    types = {name: "fp32" for name in kernel.arg_names if name.endswith("_scale") or name == "eps"}
+    return sass.compile_for(target, kernel, types | dict(zip(kernel.arg_names, pointers)), constants, num_warps=warps)
 
 
 def compile_attention(target: str, form: str, kind: str, dim: int = 128, sets: int = 1) -> Any:
@@ -398,17 +437,6 @@ def compile_attention(target: str, form: str, kind: str, dim: int = 128, sets: i
                          "SPLIT": tiles.split, "LEVELS": tiles.levels, "TILE": tiles.tile, "STAGES": tiles.stages,
                          "DIRECT": False, "ROWS": 16 if target == "gfx942" else 8, "PDL": early}
     return compile_for(target, kernels._decode, ["*bf16", *caches, "*bf16", "*fp32", "*fp32"], constants, tiles.warps)
-
-
-def sass(compiled: Any, tmp_path: Path) -> tuple[Counter[str], int]:
-    """(instruction counts, bytes of local memory) of an sm_90 kernel, by the tools that come with Triton."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: E731
-    listing = run(tools / "nvdisasm", "-c", cubin)
-    counts = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", listing, re.M))
-    return counts, sum(int(v) for v in re.findall(r"(?:STACK|LOCAL):(\d+)", run(tools / "cuobjdump", "-res-usage", cubin)))
 
 
 @outside
@@ -446,8 +474,10 @@ def test_rope_write_and_norm_compile(target: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4", "copy", "fp8"])
 def test_hopper_decode_loads_wide_and_converts_without_the_conversion_unit(kind: str, tmp_path: Path) -> None:
     compiled = compile_attention("sm_90", "decode", kind)
-    counts, local_bytes = sass(compiled, tmp_path)
-    assert local_bytes == 0
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    assert sass.local_bytes(cubin) == 0
+    counts = Counter(re.findall(r"^(?:@!?U?P\w+ )?([A-Z0-9_.]+)", "\n".join(sass.disassemble(cubin)), re.M))
     assert not [name for name in counts if re.match(r"I2F(?!\.RP)|LDS\.U|LDG\.E\.U8$", name)]  # RP: integer division, twice
     assert counts["LDGSTS.E.BYPASS.128"] >= 8
     tile = (64 if kind == "int4" else 32) * 128 * 2 // 32  # codes of K and V a thread holds

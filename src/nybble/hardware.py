@@ -28,8 +28,7 @@ def pick_device(name: str | None = None) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index >= torch.cuda.device_count():
             raise ValueError(f"device = {name!r}, but there are {torch.cuda.device_count()} GPUs (counted from 0)")
-        if device.index:
-            torch.cuda.set_device(device)  # Triton and the driver launch on the current one
+        torch.cuda.set_device(device)  # Triton and the driver launch on the current one
     return device
 
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from nybble.formats.numerics import quantize_weight
 from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import SCHEMES, Scheme
+from nybble.formats.spec import SCHEMES, Scheme, scheme_of
 from nybble.kernels import linear_hopper, linear_triton
 from nybble.kernels.linear_triton import Tile
 from nybble.kernels.registry import LinearKernel, LinearShape, choose
@@ -231,6 +231,22 @@ def test_qqq_scales_that_are_not_float16_stay_exact() -> None:
     inner = torch.round(weight.codes.float() * weight.scale.repeat_interleave(128, 1)).clamp(-128, 127)
     assert weight.over is not None
     exact = (x.codes.double() @ inner.double().t()).float() * weight.over.t() * x.scale[:, None]
+    assert torch.equal(kernel.run(kernel.pack(weight, wanted), x), exact)
+
+
+@HOPPER
+@pytest.mark.parametrize("whole", [True, False])
+def test_group_scales_that_all_rows_share(whole: bool) -> None:
+    """One of 128 channels of every row; [1, groups], not [N, groups]."""
+    weight, x = on_the_grid(200, 1152, whole), rows_of(33, 1152)
+    spec = replace(weight.spec, tile=(None, 128))
+    weight = replace(weight, spec=spec, scale=weight.scale[3:4])
+    wanted = replace(ask("w4a8_qqq_g128", 200, 1152), scheme=scheme_of(spec, SCHEMES["w4a8"].act), dtype=torch.float32)
+    kernel = linear_hopper.KERNELS[0]
+    assert kernel.accepts(wanted) is None
+    inner = torch.round(weight.codes.double() * weight.scale.double().repeat_interleave(128, 1))
+    assert weight.over is not None
+    exact = (x.codes.double() @ inner.t()).float() * weight.over.t() * x.scale[:, None]
     assert torch.equal(kernel.run(kernel.pack(weight, wanted), x), exact)
 
 

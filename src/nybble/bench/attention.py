@@ -23,12 +23,11 @@ from nybble.kernels import attention_triton as at
 from nybble.kernels import decode_hopper, reference, sample_hopper
 from nybble.kernels.attention_triton import Tiles
 from nybble.kernels.registry import ops_for
-from nybble.kernels.types import LayerKV, Step
+from nybble.kernels.types import LayerKV, Step, cache_shapes
 
 COPY_GB_S = 4300
 BLOCK = 64
 KINDS = ("bf16", "int8", "fp8", "int4")
-DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 
 # name: (rows, context, q heads, kv heads, dim)
 DECODE = {
@@ -80,18 +79,18 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def cache(kind: str, blocks: int, heads: int, dim: int, device: str = "cuda") -> LayerKV:
+def cache(kind: str, blocks: int, heads: int, dim: int) -> LayerKV:
     """A cache of random values as `reference.encode_kv` stores them; after 64 blocks they repeat."""
-    some, scale = min(blocks, 64), 0.01 if kind == "fp8" else 1.0
-    order = torch.arange(blocks, device=device) % some
+    some, scale, dtype = min(blocks, 64), 0.01 if kind == "fp8" else 1.0, cache_shapes(kind, blocks, heads, BLOCK, dim)[1]
+    order = torch.arange(blocks, device="cuda") % some
     parts: list[torch.Tensor | None] = []
     for seed in (1, 2):
-        generator = torch.Generator(device).manual_seed(seed)
-        x = torch.randn(some * BLOCK, heads, dim, device=device, generator=generator).bfloat16()
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x = torch.randn(some * BLOCK, heads, dim, device="cuda", generator=generator).bfloat16()
         codes, params = reference.encode_kv(x, kind, scale)
         blocked = lambda t: t.view(some, BLOCK, heads, *t.shape[2:]).transpose(1, 2)  # noqa: E731
-        raw = codes.view(torch.uint8) if codes.element_size() == 1 else codes.to(DTYPES[kind])
-        parts.append(blocked(raw)[order].contiguous().view(DTYPES[kind]))
+        raw = codes.view(torch.uint8) if codes.element_size() == 1 else codes.to(dtype)
+        parts.append(blocked(raw)[order].contiguous().view(dtype))
         if params is not None:  # int4: two sets of parameters before the tokens
             params = blocked(params).movedim(3, 2) if params.ndim == 4 else blocked(params)
             params = params[order].contiguous()

@@ -25,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nybble.formats.spec import KV
-from nybble.kernels.linear_triton import overlaps
+from nybble.formats.spec import INT4_KV_GROUPS
+from nybble.kernels import cache_hopper, nvrtc
+from nybble.kernels.linear_triton import generation_of, launch_options
 from nybble.kernels.types import LayerKV, Step
 
 LOG2_E = 1.4426950408889634
@@ -516,17 +517,13 @@ def storage(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _portable() -> bool:
-    """Where PTX cannot run: other vendors, and Triton's interpreter."""
-    return torch.version.hip is not None or triton.knobs.runtime.interpret
-
-
-_FP8_SHIFT = {"fp8": 256.0}  # e4m3's exponent bias against fp16's
 _PROGRAMS = 1056  # of decode, eight a multiprocessor: so many share long rows...
 _ENOUGH = 320  # ... but so many (row, KV head) pairs are worked on alone: what one program sums stays in registers
 _SHORT = 512  # ... unless rows may be longer than this, when few pairs would wait for the longest row's program
 _ALONE = 4096  # positions that one program may be left with, however many programs there are
 _LINKS = 32  # splits that are summed in order; groups of them in halves
+_MOST_INT = (1 << 31) - 1  # of a position times programs, which the kernel multiplies in int32
+_MOST_ROWS = 65535  # of a launch: CUDA's limit for all but the first axis of a grid
 _SCRATCH_BYTES = 256 << 20  # of a prompt's K and V in 16 bits, or of partial sums; more is done in slices of heads and rows
 GATHER_TILE = 128  # scratch is written in whole tiles of tokens, so that a kernel may read past a context's end
 
@@ -556,31 +553,31 @@ def _shared_bytes(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536)
 
 
-def _kind(kv: LayerKV) -> str:
-    return kv.name if KV[kv.name].num.bits <= 8 else "copy"
-
-
 def scales_of(kv: LayerKV, scale: float) -> tuple[float, float]:
     """What scores (for powers of two) and results are multiplied by, the kernels' `_SCALES`."""
-    shift = _FP8_SHIFT.get(kv.name, 1.0)
+    shift = 256.0 if kv.name == "fp8" else 1.0  # e4m3's exponent bias against fp16's
     return scale * LOG2_E * kv.k_scale * shift, kv.v_scale * shift
 
 
 def _sets(kv: LayerKV) -> int:
     """Parameter sets per head and token."""
-    return 1 if kv.k_params is None or kv.k_params.ndim == 4 else kv.k_params.shape[2]
+    return INT4_KV_GROUPS if kv.name == "int4" else 1
 
 
-def _words(params: Tensor | None, other: Tensor) -> Tensor:
-    return other if params is None else params.view(torch.int32)
+def _operands(kv: LayerKV, units: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K, V, and the parameters of both as words (the codes again, where there are none). units: codes by 16 bits."""
+    k, v = (x.view(torch.int16) if units and kv.codec != "copy" else storage(x) for x in (kv.k, kv.v))
+    return k, v, *(x if params is None else params.view(torch.int32) for x, params in ((k, kv.k_params), (v, kv.v_params)))
 
 
 def _check(q: Tensor, kv: LayerKV) -> None:
     """Raises ValueError when the shapes do not fit each other or the kernels' units and addresses."""
-    kind, (_, kv_heads, _, width), head_dim = _kind(kv), kv.v.shape, q.shape[2]
-    if head_dim != width * (2 if kind == "int4" else 1) or q.shape[1] % kv_heads:
+    if not all(x is None or x.is_contiguous() for x in (kv.k, kv.v, kv.k_params, kv.v_params)):
+        raise ValueError(f"a {kv.name} cache whose tensors are parts of others is not addressed here: want contiguous ones")
+    (_, kv_heads, _, width), head_dim = kv.v.shape, q.shape[2]
+    if head_dim != kv.head_dim or q.shape[1] % kv_heads:
         raise ValueError(f"queries [{q.shape[1]} heads, {head_dim}] do not fit a {kv.name} cache [{kv_heads} heads, {width}]")
-    if kind != "copy" and width % 2:
+    if kv.codec != "copy" and width % 2:
         raise ValueError(f"a {kv.name} cache row of {width} bytes has no whole 16-bit units: head_dim {head_dim} is not "
                          "supported here; use int8 or a 16-bit cache")
     if kv.v.numel() // width * _sets(kv) >= 1 << 31:
@@ -622,12 +619,11 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
            programs: int | None = None, launch: Callable = launch, room: Callable = torch.empty) -> None:
     """The first `step.num_decode` rows of `attention`, into `out`. `programs` share a row's splits, which moves no bit. room:
     gives memory that is written before it is read."""
-    rows, head_dim = step.num_decode, q.shape[2]
-    _, heads, block_size, width = kv.v.shape
-    group, kind = q.shape[1] // heads, _kind(kv)
+    rows, head_dim, (_, heads, block_size, _) = step.num_decode, q.shape[2], kv.v.shape
+    group, bits = q.shape[1] // heads, kv.spec.num.bits
     if tiles is None:
-        tiles = decode_tiles(head_dim, KV[kv.name].num.bits)
-        if KV[kv.name].num.bits == 16 and step.max_context > 1 << 16:
+        tiles = decode_tiles(head_dim, bits)
+        if bits == 16 and step.max_context > 1 << 16:
             tiles = replace(tiles, stages=2)  # eight programs of a multiprocessor have room, not six
     splits = max(1, split_count(step.max_context, tiles))
     if programs is None:
@@ -635,11 +631,11 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         share = 1 if pairs >= _ENOUGH else _PROGRAMS // pairs
         if share < 8 and pairs < _PROGRAMS and step.max_context > _SHORT:
             share = max(share, min(triton.cdiv(4 * _PROGRAMS, pairs), step.max_context // 256))
-        programs = min(splits, max(share, -(-step.max_context // _ALONE)))
+        programs = min(splits, max(share, -(-step.max_context // _ALONE)), _MOST_INT // max(1, step.max_context))
     direct = programs == 1 and splits <= _LINKS
     part, stat = out, out
-    most = max(1, _SCRATCH_BYTES // (4 * q.shape[1] * splits * (head_dim + 2)))  # rows whose splits have room
-    if not direct and rows > most:
+    most = _MOST_ROWS if direct else min(_MOST_ROWS, max(1, _SCRATCH_BYTES // (4 * q.shape[1] * splits * (head_dim + 2))))
+    if rows > most:  # than a grid or the splits' room holds
         largest = lambda shape, **options: room((most, *shape[1:]), **options)[: shape[0]]  # noqa: E731  # one for all slices
         for first in range(0, rows, most):
             some = replace(step, num_decode=min(most, rows - first), context_len=step.context_len[first:],
@@ -649,46 +645,39 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
     if not direct:
         part = room((rows, q.shape[1], splits, head_dim), dtype=torch.float32, device=q.device)
         stat = room((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
-    k, v = storage(kv.k), storage(kv.v)
-    if kind != "copy":
-        k, v, width = k.view(torch.int16), v.view(torch.int16), width // 2
-    window, (q_scale, v_scale) = window or 1 << 30, scales_of(kv, scale)
+    k, v, k_params, v_params = _operands(kv, True)
+    units, window, (q_scale, v_scale) = k.shape[3], window or 1 << 30, scales_of(kv, scale)
     least = 16 if torch.version.hip else 8  # queries of the narrowest tensor-core instruction
-    early = overlaps(q.device)
-    options = {"launch_pdl": True} if early else {}
     launch(
         _decode, (heads, rows, programs),
-        q, k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, out, part, stat,
-        step.block_table.shape[1], window, splits, q_scale, v_scale,
-        heads, group, head_dim, width, max(16, triton.next_power_of_2(width)), block_size, kind, not _portable(), _sets(kv),
-        tiles.split, tiles.levels, tiles.tile, max(least, triton.next_power_of_2(group)), direct, tiles.stages, early,
-        num_warps=tiles.warps, **options)
+        q, k, v, k_params, v_params, step.block_table, step.context_len, out, part, stat, step.block_table.stride(0), window,
+        splits, q_scale, v_scale, heads, group, head_dim, units, max(16, triton.next_power_of_2(units)), block_size, kv.codec,
+        generation_of(q.device) > 0, _sets(kv), tiles.split, tiles.levels, tiles.tile,
+        max(least, triton.next_power_of_2(group)), direct, tiles.stages, **launch_options(q.device, tiles.warps))
     if not direct:
         links, depth = min(_LINKS, triton.next_power_of_2(splits)), (triton.cdiv(splits, _LINKS) - 1).bit_length()
         lanes = min(128 if links <= 8 else 64 if depth == 0 else 16, triton.next_power_of_2(head_dim))
         launch(
             _combine, (q.shape[1], rows, triton.cdiv(head_dim, lanes)),
             part, stat, step.context_len, out, window, splits, v_scale, q.shape[1], head_dim, lanes, tiles.split,
-            tiles.levels, links, depth, early, num_warps=1, **options)
+            tiles.levels, links, depth, **launch_options(q.device, 1))
 
 
 def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor,
            tiles: tuple[int, Tiles] | None = None, launch: Callable = launch, room: Callable = torch.empty) -> None:
     """The rows of `attention` after the first `step.num_decode`, into `out`. room: as in `decode`."""
-    kind, head_dim, device = _kind(kv), q.shape[2], q.device
-    heads, block_size, group = kv.v.shape[1], kv.v.shape[2], q.shape[1] // kv.v.shape[1]
-    dtype = kv.v.dtype if kind == "copy" else torch.float16
+    (_, heads, block_size, _), head_dim, device = kv.v.shape, q.shape[2], q.device
+    group, dtype = q.shape[1] // heads, kv.v.dtype if kv.codec == "copy" else torch.float16
     rows = step.block_table.shape[0] - step.num_decode
     capacity = triton.cdiv(step.max_prompt_context or step.max_context, GATHER_TILE) * GATHER_TILE
     pairs = max(1, _SCRATCH_BYTES // (2 * capacity * head_dim * dtype.itemsize))  # (row, head) at once
-    rows_at_once = min(rows, pairs)
+    rows_at_once = min(rows, pairs, _MOST_ROWS)
     heads_at_once = min(heads, max(1, pairs // rows_at_once))
     scratch = room((2, rows_at_once * heads_at_once * capacity, head_dim), dtype=dtype, device=device)
-    k, v = storage(kv.k), storage(kv.v)
-    lanes, shared = triton.next_power_of_2(head_dim), _shared_bytes(device)
-    lines, cut = tiles or prompt_tiles(head_dim, dtype.itemsize, shared)
-    fast = tiles is None and not _portable() and _on_hopper(device, dtype, head_dim, window)
-    gather = _gather_of(kv, head_dim)
+    lanes = triton.next_power_of_2(head_dim)
+    lines, cut = tiles or prompt_tiles(head_dim, dtype.itemsize, _shared_bytes(device))
+    fast = tiles is None and _on_hopper(device, dtype, head_dim, window)
+    gather = _gather_of(kv)
     q_scale, v_scale = scales_of(kv, scale)
     for row in range(0, rows, rows_at_once):
         for head in range(0, heads, heads_at_once):
@@ -696,9 +685,9 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
             first = step.num_decode + row
             launch(
                 gather, (capacity // GATHER_TILE, some, some_rows),
-                k, v, _words(kv.k_params, k), _words(kv.v_params, v), step.block_table, step.context_len, step.query_start,
-                *scratch, step.block_table.shape[1], window or 1 << 30, first, head, capacity, heads, head_dim, lanes,
-                block_size, kind, _sets(kv), GATHER_TILE, num_warps=8)
+                *_operands(kv, False), step.block_table, step.context_len, step.query_start, *scratch,
+                step.block_table.stride(0), window or 1 << 30, first, head, capacity, heads, head_dim, lanes, block_size,
+                kv.codec, _sets(kv), GATHER_TILE, num_warps=8)
             if fast:
                 from nybble.kernels import attention_hopper
 
@@ -714,29 +703,23 @@ def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
 
 def _on_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> bool:
     """Properties of the device and the model alone, so that a row's bits depend on nothing else."""
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and dtype != torch.float32
-            and head_dim in (64, 128) and window == 0
+    return (generation_of(device) == 9 and dtype != torch.float32 and head_dim in (64, 128) and window == 0
             and triton.__version__.startswith(("3.6.", "3.7.")))  # Gluon renames things in every version
 
 
-def _gather_of(kv: LayerKV, head_dim: int) -> Any:
+def _gather_of(kv: LayerKV) -> Any:
     """`_gather`, or what gives the same bits faster."""
-    if _portable() or kv.v.device.type != "cuda":
-        return _gather
-    from nybble.kernels import cache_hopper, nvrtc
-
-    if nvrtc.refusal(kv.v.device) or not cache_hopper.Gather.fits(kv, head_dim):
-        return _gather
-    return cache_hopper.Gather(kv.v.device)
+    here = nvrtc.refusal(kv.v.device) or not cache_hopper.Gather.fits(kv)
+    return _gather if here else cache_hopper.Gather(kv.v.device)
 
 
 def _decode_on_hopper(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor) -> bool:
     """The same bits by CUDA, where it can and is faster."""
-    if _portable() or q.device.type != "cuda":
+    if nvrtc.refusal(q.device):
         return False
-    from nybble.kernels import decode_hopper, nvrtc
+    from nybble.kernels import decode_hopper  # which imports this file
 
-    if nvrtc.refusal(q.device) or not decode_hopper.fits(q, q.shape[1], kv, step, q.shape[2], window):
+    if not decode_hopper.fits(q, q.shape[1], kv, step, q.shape[2], window):
         return False
     decode_hopper.run(q, q.shape[1], kv, step, scale, None, False, out=out)
     return True

@@ -6,7 +6,6 @@ Not portable: all else, heads with norms or turns among it, is `ops_triton`'s an
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,13 +14,16 @@ import torch
 from torch import Tensor
 
 from nybble.kernels import nvrtc
+from nybble.kernels.nvrtc import OUT
 from nybble.kernels.types import LayerKV, Step
 
-OUT = {torch.bfloat16: 0, torch.float16: 1}
 KINDS = {"copy": 0, "int8": 1, "int4": 2, "fp8": 3, "fp8_e5m2": 4}  # KIND of the .cu
 # Of at most so many tokens: how often a warp has heads, most warps of a program. From an H200, Llama-2-13B and Llama-3-8B.
 SPREAD = ((16, 1, 2), (256, 1, 12), (1 << 31, 2, 6))
 GATHER_THREADS = 256
+# Linears of more rows multiply longer than they read, so that much of the cache can be on its way meanwhile (an H200: of 128
+# rows 24 and 32 MB are as good, 40 worse; of 64 rows nothing is gained, of 32 it costs).
+READING_ROWS, AHEAD_BYTES = 64, 28 << 20
 
 
 class Shape(NamedTuple):
@@ -48,23 +50,10 @@ def lanes_of(head_dim: int) -> int:
     return max(2, 1 << (head_dim // 16 - 1).bit_length())
 
 
-class RopeArguments(ctypes.Structure):
-    """`Arguments` of rope_sm90.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "q", "k", "v", "k_params", "v_params", "position", "slot", "cos_sin")),
-        *((name, ctypes.c_float) for name in ("k_scale", "v_scale")),
-    ]  # fmt: skip
-
-
-class GatherArguments(ctypes.Structure):
-    """`Arguments` of gather_sm90.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "k_params", "v_params", "table", "context", "query_start", "k_out",
-                                               "v_out")),
-        *((name, ctypes.c_int) for name in ("table_width", "window", "first_row", "first_head", "capacity", "heads")),
-    ]  # fmt: skip
+RopeArguments = nvrtc.structure("qkv q k v k_params v_params position slot cos_sin table context", floats="k_scale v_scale",
+                                ints="table_width rows ahead")  # fmt: skip
+GatherArguments = nvrtc.structure("k v k_params v_params table context query_start k_out v_out",
+                                  ints="table_width window first_row first_head capacity heads")  # fmt: skip
 
 
 def rope_source(shape: Shape, kind: str, heads: int, kv_heads: int, head_dim: int, block_size: int, out: int
@@ -88,45 +77,34 @@ def gather_tokens(kind: str, head_dim: int, tile: int) -> int:
     return tokens
 
 
+def pages_ahead(kv: LayerKV, step: Step) -> int:
+    """Pages, of a head each, that the kernel before attention moves to the second-level cache while it waits for its input: of
+    int8 and int4, whose attention is `decode_sm90.cu`; Triton's over bf16 took 6 % longer."""
+    if kv.k_params is None or step.num_decode <= READING_ROWS or step.num_decode < len(step.slots) or kv.block_size % 16:
+        return 0
+    return AHEAD_BYTES // sum(x[0, 0].nbytes for x in (kv.k, kv.v, kv.k_params, kv.v_params))
+
+
 def compile_ahead(kv: LayerKV, heads: int, dtype: torch.dtype, tile: int) -> None:
     """Start compiling what steps over a cache like `kv` will ask for: `rope_write` and the gathering, in tiles of `tile`."""
-    _, kv_heads, block_size, width = kv.v.shape
-    head_dim, kind = width * (2 if kv.name == "int4" else 1), _kind(kv)
-    if dtype not in OUT or not Gather.fits(kv, head_dim):
+    if dtype not in OUT or not Gather.fits(kv):
         return
+    (_, kv_heads, block_size, _), head_dim = kv.v.shape, kv.head_dim
     turns = turns_of(heads, kv_heads, head_dim)
     shapes = {shape_for(tokens, turns) for tokens, _, _ in SPREAD}
-    ropes = [rope_source(shape, kind, heads, kv_heads, head_dim, block_size, OUT[dtype]) for shape in sorted(shapes)]
-    nvrtc.compile_ahead([*ropes, gather_source(kind, kv_heads, head_dim, block_size, tile)])
-
-
-@functools.cache
-def rope_kernel(device: int, *defined: Any) -> ctypes.c_void_p:
-    """defined: of `rope_source`."""
-    return nvrtc.load(nvrtc.machine_code(*rope_source(*defined)), "rope_write", 0, device)
-
-
-@functools.cache
-def gather_kernel(device: int, *defined: Any) -> ctypes.c_void_p:
-    """defined: of `gather_source`."""
-    return nvrtc.load(nvrtc.machine_code(*gather_source(*defined)), "gather", 0, device)
+    ropes = [rope_source(shape, kv.codec, heads, kv_heads, head_dim, block_size, OUT[dtype]) for shape in sorted(shapes)]
+    nvrtc.compile_ahead([*ropes, gather_source(kv.codec, kv_heads, head_dim, block_size, tile)])
 
 
 def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.data_ptr() % 16 == 0 and t.is_contiguous() for t in tensors)
 
 
-def _kind(kv: LayerKV) -> str:
-    return "copy" if kv.k.element_size() == 2 else kv.name
-
-
 def fits(qkv: Tensor, kv: LayerKV, head_dim: int, rotary: int) -> bool:
     """Whether `rope_write` takes them: whole heads turn, and a cache that keeps 16 bits keeps those of `qkv`."""
-    if qkv.dtype not in OUT or len(qkv) == 0 or rotary != head_dim or head_dim % 16 or head_dim > 256:
+    if qkv.dtype not in OUT or len(qkv) == 0 or rotary != head_dim or (kv.codec == "copy" and kv.k.dtype != qkv.dtype):
         return False
-    kind = _kind(kv)
-    return (kind in KINDS and (kind != "copy" or kv.k.dtype == qkv.dtype)
-            and _aligned(qkv, kv.k, kv.v, kv.k_params, kv.v_params))
+    return Gather.fits(kv) and _aligned(qkv)
 
 
 def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: int, head_dim: int,
@@ -136,10 +114,13 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     turns = turns_of(heads, kv_heads, head_dim)
     shape = shape or shape_for(tokens, turns)
-    tensors = (qkv, q, kv.k, kv.v, kv.k_params, kv.v_params, step.positions, step.slots, cos_sin)
-    arguments = RopeArguments(*(None if t is None else t.data_ptr() for t in tensors), kv.k_scale, kv.v_scale)
-    nvrtc.launch(rope_kernel(qkv.device.index, shape, _kind(kv), heads, kv_heads, head_dim, kv.block_size, OUT[qkv.dtype]),
-                 tokens * -(-turns // (shape.warps * shape.items)), shape.warps * 32, 0, 1, (arguments,), qkv.device)
+    addresses = nvrtc.addresses(qkv, q, kv.k, kv.v, kv.k_params, kv.v_params, step.positions, step.slots, cos_sin,
+                                step.block_table, step.context_len)  # fmt: skip
+    arguments = RopeArguments(*addresses, kv.k_scale, kv.v_scale, step.block_table.stride(0), step.num_decode,
+                              pages_ahead(kv, step))  # fmt: skip
+    kernel = nvrtc.kernel("rope_write", qkv.device.index, 0, rope_source, shape, kv.codec, heads, kv_heads, head_dim,
+                          kv.block_size, OUT[qkv.dtype])  # fmt: skip
+    nvrtc.launch(kernel, tokens * -(-turns // (shape.warps * shape.items)), shape.warps * 32, 0, 1, (arguments,), qkv.device)
     return q
 
 
@@ -151,8 +132,10 @@ class Gather:
     arg_names: ClassVar[tuple[str, ...]] = ()  # none of them is a scale
 
     @staticmethod
-    def fits(kv: LayerKV, head_dim: int) -> bool:
-        return head_dim % 16 == 0 and head_dim <= 256 and _kind(kv) in KINDS and _aligned(kv.k, kv.v, kv.k_params, kv.v_params)
+    def fits(kv: LayerKV) -> bool:
+        """Caches of at most 16 bits, of whole vectors."""
+        vectors = kv.head_dim % 16 == 0 and kv.head_dim <= 256
+        return kv.name != "fp32" and vectors and _aligned(kv.k, kv.v, kv.k_params, kv.v_params)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         return functools.partial(self._start, grid)
@@ -161,7 +144,7 @@ class Gather:
         tensors, (width, window, row, head, capacity, heads, dim, _, block_size, kind, _, tile) = arguments[:9], arguments[9:]
         addresses = (t if isinstance(t, int) else t.data_ptr() for t in tensors)
         nvrtc.launch(
-            gather_kernel(self.device.index, kind, heads, dim, block_size, tile),
+            nvrtc.kernel("gather", self.device.index, 0, gather_source, kind, heads, dim, block_size, tile),
             2 * capacity // gather_tokens(kind, dim, tile) * grid[1] * grid[2], GATHER_THREADS, 0, 1,
             (GatherArguments(*addresses, width, window, row, head, capacity, grid[1]),), self.device,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nybble.config import cache_dir
 from nybble.formats.qtensor import QTensor, dequantize, inner_codes
 from nybble.formats.spec import INT4, INT8, PER_TOKEN_INT8
 from nybble.kernels import reference
@@ -84,7 +85,7 @@ def _built(defines: tuple[str, ...]) -> Path:
     """Path of the shared library for this source, these flags and this processor."""
     source = SOURCE.read_bytes()
     key = hashlib.sha256(b"\0".join((source, repr((FLAGS, NATIVE, defines)).encode(), _processor().encode()))).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nybble"
+    home = cache_dir()
     target = home / f"cpu-{key[:24]}.so"
     if target.exists():
         return target
@@ -151,6 +152,11 @@ class PackedLinear:
     address: int
 
 
+def _has_groups_of_eights(group: int | None, inputs: int) -> bool:
+    """Whether the C code can walk groups of so many channels; one alone is padded."""
+    return group is None or group >= inputs or (group % 8 == 0 and inputs % group == 0)
+
+
 def _accepts_int8(shape: LinearShape) -> str | None:
     weight = shape.scheme.weight
     if shape.device.type != "cpu":
@@ -159,17 +165,17 @@ def _accepts_int8(shape: LinearShape) -> str | None:
         return "wants quantized weights with int8 activations per token"
     if weight.num not in (INT4, INT8) or weight.zero:
         return f"wants symmetric int4 or int8 weights, not {weight.num.name}" + (" with zero points" if weight.zero else "")
-    group = weight.group
-    if weight.over is None and group is not None and group < shape.in_features and (group % 8 or shape.in_features % group):
-        return f"wants groups that are a multiple of 8 and divide {shape.in_features} input channels, not {group}"
+    if weight.over is None and not _has_groups_of_eights(weight.group, shape.in_features):
+        return f"wants groups that are a multiple of 8 and divide {shape.in_features} input channels, not {weight.group}"
     return None
 
 
 def _pack_int8(weight: QTensor | Tensor, shape: LinearShape) -> PackedLinear:
     assert isinstance(weight, QTensor)
     n, k = weight.shape
-    if weight.over is not None and torch.equal(weight.scale, weight.scale.round()) and float(weight.scale.max()) <= 16:
-        # whole group scales: the same numbers as ordinary groups, which take half the bytes of the int8 grid
+    whole = weight.over is not None and torch.equal(weight.scale, weight.scale.round()) and float(weight.scale.max()) <= 16
+    if whole and weight.over is not None and _has_groups_of_eights(weight.spec.group, k):
+        # the same numbers as ordinary groups, which take half the bytes of the int8 grid
         weight = replace(weight, spec=replace(weight.spec, over=None), scale=weight.scale * weight.over, over=None)
     four_bits = weight.over is None and weight.spec.num == INT4
     codes, scale, order = weight.codes, weight.scale, None
@@ -294,6 +300,8 @@ def _silu_mul(loaded: ctypes.CDLL, gate_up: Tensor, quantize: bool, hadamard: in
     if not _wide(gate_up) or gate_up.dim() != 2:
         return reference.silu_mul(gate_up, quantize, hadamard)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if hadamard and (hadamard & (hadamard - 1) or width % hadamard):
+        raise ValueError(f"a Hadamard block of {hadamard} for {width} channels: want a power of two that divides them")
     out, pointers = _result(rows, width, quantize)
     loaded.nybble_silu_mul(gate_up.data_ptr(), *pointers, rows, width, hadamard)
     return out
@@ -318,15 +326,15 @@ def _rope_write(
     turns = (None,) * 4 if turn is None else (turn.q, turn.k, turn.shift, turn.v)
     if not _takes(kv, step) or not _wide(qkv, cos_sin, q_norm, k_norm, *turns):
         return reference.rope_write(qkv, kv, step, cos_sin, kv_heads, q_norm, k_norm, eps, turn)
-    tokens = qkv.shape[0]
-    block_size, dim = kv.k.shape[2], kv.k.shape[3] * (2 if kv.name == "int4" else 1)
+    tokens, dim = qkv.shape[0], kv.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty(tokens, heads, dim)
     positions, slots = step.positions, step.slots  # kept in locals while their pointers are in use
     loaded.nybble_rope_write(
         qkv.data_ptr(), q.data_ptr(), cos_sin.data_ptr(), _pointer(q_norm), _pointer(k_norm),
         *map(_pointer, turns), kv.k.data_ptr(), kv.v.data_ptr(), _pointer(kv.k_params), _pointer(kv.v_params),
-        positions.data_ptr(), slots.data_ptr(), KINDS[kv.name], tokens, heads, kv_heads, block_size, dim, cos_sin.shape[1], eps,
+        positions.data_ptr(), slots.data_ptr(), KINDS[kv.name], tokens, heads, kv_heads, kv.block_size, dim, cos_sin.shape[1],
+        eps,
     )
     return q
 
@@ -334,13 +342,12 @@ def _rope_write(
 def _attention(loaded: ctypes.CDLL, q: Tensor, kv: LayerKV, step: Step, scale: float, window: int) -> Tensor:
     if not _takes(kv, step) or not _wide(q):
         return reference.attention(q, kv, step, scale, window)
-    _, kv_heads, block_size, _ = kv.k.shape
     out = torch.empty_like(q)
     table, start, context = step.block_table, step.query_start, step.context_len
     loaded.nybble_attention(
         q.data_ptr(), out.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), _pointer(kv.k_params), _pointer(kv.v_params),
         table.data_ptr(), start.data_ptr(), context.data_ptr(), context.shape[0], table.stride(0), KINDS[kv.name],
-        q.shape[1], kv_heads, block_size, q.shape[2], window, scale,
+        q.shape[1], kv.k.shape[1], kv.block_size, q.shape[2], window, scale,
     )
     return out
 

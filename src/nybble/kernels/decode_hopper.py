@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nybble.kernels import attention_triton, nvrtc
 from nybble.kernels.attention_triton import LOG2_E
+from nybble.kernels.cache_hopper import pages_ahead
 from nybble.kernels.types import LayerKV, Rows, Step
 
 OUT = {torch.bfloat16: 0, torch.float16: 1}
@@ -23,9 +24,6 @@ DIM, TILE_BYTES = 128, 4096
 TILES = {"int8": attention_triton.decode_tiles(DIM, 8), "int4": attention_triton.decode_tiles(DIM, 4)}
 MOST_PARTIAL_BYTES = 32768  # of a (row, KV head)'s partial sums
 MOST_ROWS = 4096
-# Linears of more rows multiply longer than they read, so that much of the cache can be on its way meanwhile (an H200: of 128
-# rows 32 MB are as good, 40 worse; of 64 rows nothing is gained, of 32 it costs).
-READING_ROWS, AHEAD_BYTES, TOKEN_BYTES = 64, 28 << 20, {"int8": 132, "int4": 72}  # the last: of a head's K or V
 # (row, KV head) pairs; what is around the attention of more is done as fast by kernels of its own.
 MOST_AT_ONCE = {"int8": 1 << 31, "int4": 4096}
 # Longest context of at most so many (row, KV head) pairs: `attention_triton` shares longer rows among more programs.
@@ -147,11 +145,11 @@ def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: T
     codes = torch.empty((rows, heads * DIM), dtype=torch.int8, device=device) if quantize else None
     by = torch.empty(rows, dtype=torch.float32, device=device) if quantize else None
     blocks, splits = -(-step.max_context // block_size), attention_triton.split_count(step.max_context, TILES[kv.name])
-    ahead = AHEAD_BYTES // (2 * block_size * TOKEN_BYTES[kv.name]) if rows > READING_ROWS else 0
     tensors = (x, step.block_table, step.context_len, step.positions, step.slots, cos_sin, kv.k, kv.v, kv.k_params, kv.v_params,
                out, codes, by, _arrivals(device))
     arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), scale * LOG2_E * kv.k_scale, kv.v_scale,
-                          rows, step.block_table.shape[1], min(blocks, step.block_table.shape[1]), splits, ahead, step.sees_own)
+                          rows, step.block_table.stride(0), min(blocks, step.block_table.shape[1]), splits,
+                          pages_ahead(kv, step), step.sees_own)
     maps = (nvrtc.bytes_map(t.data_ptr(), t.numel() // 128, 128, TILE_BYTES // 128) for t in (kv.k, kv.v))
     group = heads // kv_heads
     nvrtc.launch(

@@ -41,7 +41,7 @@ struct Arguments {
   int* arrivals;  // zero between launches
   float q_scale, v_scale;
   int rows, table_width, blocks, splits;
-  int ahead;  // pages of heads that move to the second-level cache while the kernel ahead runs
+  int ahead;  // with FUSED, pages of heads that move to the second-level cache while the kernel ahead runs
   int sees_own;  // of this step's keys a row sees its own only: older tiles may be copied before the kernel ahead has ended
 };
 
@@ -94,9 +94,6 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -235,15 +232,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
   };
   fill(FUSED || !early, true);
-  if (const int at = blockIdx.x * THREADS + threadIdx.x; early && at < a.ahead) {  // of the first rows, which start first
-    int other = 0, page = at / HEADS;
-    while (other < a.rows && page * BLOCK_SIZE >= a.context[other]) page -= (a.context[other++] + BLOCK_SIZE - 1) / BLOCK_SIZE;
-    if (other < a.rows) {
-      const size_t first = ((size_t)a.table[(size_t)other * a.table_width + page] * HEADS + at % HEADS) * BLOCK_SIZE;
-      prefetch(a.k + first * CODES, BLOCK_SIZE * CODES), prefetch(a.v + first * CODES, BLOCK_SIZE * CODES);
-      prefetch(a.k_params + first * SETS, BLOCK_SIZE * SETS * 4), prefetch(a.v_params + first * SETS, BLOCK_SIZE * SETS * 4);
-    }
-  }
+  if (const int at = blockIdx.x * THREADS + threadIdx.x; FUSED && at < a.ahead)
+    prefetch_page<HEADS, BLOCK_SIZE, CODES, SETS * 4>(at, a.context, a.rows, a.table, a.table_width, a.k, a.v, a.k_params,
+                                                      a.v_params);
   if (early) wait_kernel_before();
   if (!FUSED && early) fill(true, false);
 

@@ -7,7 +7,6 @@ tiles, the split of K and the batch cannot change a bit. This file packs weights
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from nybble.kernels.types import Rows
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
 PER_CHANNEL, GROUPED, ROUNDED = 0, 1, 2  # MODE of the .cu, bytes of a group's scale
 WARPGROUPS = 2  # that multiply, each 64 or 128 rows
-OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+OUT = nvrtc.OUT | {torch.float32: 2}
 
 
 # ---- tiles --------------------------------------------------------------------------------------------------------
@@ -212,7 +211,8 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
     group_scale = None
     if mode:
         codes = codes + 8
-        groups = torch.nn.functional.pad(weight.scale, (0, k_padded // BLOCK - weight.scale.shape[1], 0, n_padded - n))
+        scales = weight.scale.expand(n, -1)
+        groups = torch.nn.functional.pad(scales, (0, k_padded // BLOCK - scales.shape[1], 0, n_padded - n))
         group_scale = groups.t().to(torch.int8 if mode == GROUPED else torch.float16).contiguous()
     packed = pack_fragments(linear_triton.pack_nibbles(codes))
     count = processors(shape.device.index or 0)
@@ -224,14 +224,8 @@ def _pack(weight: QTensor | Tensor, shape: LinearShape) -> Packed | linear_trito
 # ---- launching ----------------------------------------------------------------------------------------------------
 
 
-class Arguments(ctypes.Structure):
-    """`Arguments` of the .cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w", "group", "w_scale", "x_scale", "y", "partials", "arrivals")),
-        *((name, ctypes.c_int) for name in ("tokens", "rows", "padded_rows", "steps", "row_tiles", "token_tiles")),
-        *((name, ctypes.c_int) for name in ("order", "whole")),
-    ]  # fmt: skip
+Arguments = nvrtc.structure("w group w_scale x_scale y partials arrivals",
+                            ints="tokens rows padded_rows steps row_tiles token_tiles order whole")  # fmt: skip
 
 
 def source_and_defines(tile: Tile, mode: int, out: int) -> tuple[str, dict[str, int]]:
@@ -243,11 +237,6 @@ def source_and_defines(tile: Tile, mode: int, out: int) -> tuple[str, dict[str, 
         "THROUGH_MEMORY": int(tile.memory), "AHEAD": min(tile.ahead or stages, stages),
     }  # fmt: skip
     return nvrtc.product(tile.tokens, 32, "s32.s8.s8") + nvrtc.source("w4a8_sm90.cu"), defines
-
-
-@functools.cache
-def kernel(tile: Tile, mode: int, out: int, device: int) -> ctypes.c_void_p:
-    return nvrtc.load(nvrtc.machine_code(*source_and_defines(tile, mode, out)), "w4a8", shared_memory(tile, mode)[1], device)
 
 
 @functools.cache
@@ -287,14 +276,14 @@ def _run(packed: Packed | linear_triton.Packed, x: Rows | Tensor) -> Tensor:
     elif tile.waves and tile.cluster_k == 1:
         clusters = min(clusters, processors(device) * tile.waves)
     arguments = Arguments(
-        packed.codes.data_ptr(), None if packed.group_scale is None else packed.group_scale.data_ptr(), packed.scale.data_ptr(),
-        scale.data_ptr(), y.data_ptr(), None if partials is None else partials.data_ptr(), packed.arrivals.data_ptr(), tokens,
-        packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
+        *nvrtc.addresses(packed.codes, packed.group_scale, packed.scale, scale, y, partials, packed.arrivals),
+        tokens, packed.n, packed.scale.numel(), steps, row_tiles, token_tiles, tile.order, whole,
     )  # fmt: skip
+    size = shared_memory(tile, packed.mode)[1]
     nvrtc.launch(
-        kernel(tile, packed.mode, OUT[packed.dtype], device),
-        clusters * tile.cluster_k, 128 * WARPGROUPS + (128 if tile.registers else 32),
-        shared_memory(tile, packed.mode)[1], 1 if tile.memory else tile.cluster_k,
+        nvrtc.kernel("w4a8", device, size, source_and_defines, tile, packed.mode, OUT[packed.dtype]),
+        clusters * tile.cluster_k, 128 * WARPGROUPS + (128 if tile.registers else 32), size,
+        1 if tile.memory else tile.cluster_k,
         (nvrtc.bytes_map(codes.data_ptr(), tokens, packed.k, tile.tokens), arguments), codes.device,
     )  # fmt: skip
     return y

@@ -7,7 +7,6 @@ matches `linear_triton`: (code - zero) * scale in the activations' 16 bits with 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,12 +16,11 @@ from torch import Tensor
 
 from nybble.formats.qtensor import QTensor
 from nybble.kernels import linear_triton, nvrtc
-from nybble.kernels.nvrtc import BLOCK, processors
+from nybble.kernels.nvrtc import BLOCK, OUT, processors
 from nybble.kernels.registry import LinearKernel, LinearShape
 from nybble.kernels.types import Rows
 
 ROWS = 256  # packed N is a multiple of it; a packed tile is 128 rows x 128 channels
-OUT = {torch.bfloat16: 0, torch.float16: 1}
 STEP = {torch.bfloat16: 133, torch.float16: 24}  # a code in a float's lowest bits is it times 2^-this
 CODE = {torch.bfloat16: 6, torch.float16: 10}  # codes that are given a zero, or no scale, become floats times 2^-this
 
@@ -226,13 +224,7 @@ def _by_tile(values: Tensor, group: int, n_padded: int, k_padded: int) -> Tensor
 # ---- launching ----------------------------------------------------------------------------------------------------
 
 
-class Arguments(ctypes.Structure):
-    """`Arguments` of the .cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w", "scale", "totals", "y")),
-        *((name, ctypes.c_int) for name in ("tokens", "rows", "width", "steps", "row_tiles", "token_tiles", "order")),
-    ]  # fmt: skip
+Arguments = nvrtc.structure("w scale totals y", ints="tokens rows width steps row_tiles token_tiles order")
 
 
 def source_and_defines(tile: Tile, shares: int, group: int, zero: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
@@ -244,12 +236,6 @@ def source_and_defines(tile: Tile, shares: int, group: int, zero: int, dtype: to
     }  # fmt: skip
     kind = "f16" if dtype == torch.float16 else "bf16"
     return nvrtc.product(tile.tokens, 16, f"f32.{kind}.{kind}", ", 1, 1, 0") + nvrtc.source("w4a16_sm90.cu"), defines
-
-
-@functools.cache
-def kernel(tile: Tile, shares: int, group: int, zero: int, dtype: torch.dtype, device: int, size: int) -> ctypes.c_void_p:
-    code = nvrtc.machine_code(*source_and_defines(tile, shares, group, zero, dtype))
-    return nvrtc.load(code, "w4a16", size, device)
 
 
 @functools.cache
@@ -285,8 +271,9 @@ def _launch(packed: Packed, x: Tensor, y: Tensor, tile: Tile, first: int, rows: 
         token_tiles, tile.order,
     )  # fmt: skip
     size = shared_memory(tile, cluster, tile_bytes)[1]
+    form = packed.shares, packed.group, packed.zero, packed.dtype
     nvrtc.launch(
-        kernel(tile, packed.shares, packed.group, packed.zero, packed.dtype, device, size),
+        nvrtc.kernel("w4a16", device, size, source_and_defines, tile, *form),
         clusters * cluster, tile.threads, size, cluster,
         (nvrtc.bytes_map(x.data_ptr(), tokens, packed.k * 2, tile.tokens), arguments),
         x.device,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -326,21 +326,18 @@ TILES: dict[str, tuple[Row, ...]] = {
 }
 
 
-def tile_for(kind: str, tokens: int, rows: int, capability: tuple[int, int] | None) -> Tile:
-    """The table's choice. `capability` is CUDA's (major, minor), None for other devices."""
-    table = TILES["hopper" if (capability or (0, 0))[0] == 9 else ""]
+def tile_for(kind: str, tokens: int, rows: int, generation: int) -> Tile:
+    """The table's choice. generation: see `generation_of`."""
+    table = TILES["hopper" if generation == 9 else ""]
     return next(row.tile for row in table if row.kind in (kind, "") and tokens <= row.tokens and rows <= row.rows)
 
 
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors and without inline assembly."""
-    return triton.knobs.runtime.interpret
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
+@cache
+def generation_of(device: torch.device) -> int:
+    """The first number of CUDA's compute capability; 0 where PTX does not run: other vendors, and Triton's interpreter."""
+    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------
@@ -466,7 +463,7 @@ def _launch(kernel: Callable, packed: Packed, x: Tensor, heads: tuple, **flags) 
     y = torch.empty((tokens, packed.n), dtype=packed.dtype, device=device)
     if tokens == 0:
         return y
-    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, _capability(device))
+    tile = packed.tile or tile_for(packed.kind, tokens, packed.n, generation_of(device))
     BK = tile.BK if packed.k_padded % tile.BK == 0 else BLOCK
     if packed.kind == "dense":
         BK = min(tile.BK, 32) if x.dtype == torch.float32 else tile.BK
@@ -489,32 +486,24 @@ def _launch(kernel: Callable, packed: Packed, x: Tensor, heads: tuple, **flags) 
     return y
 
 
-def uses_assembly(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and not interpreting()
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether launches may start while the kernel before them drains (programmatic dependent launch)."""
-    return (_capability(device) or (0, 0))[0] >= 9 and not interpreting()
-
-
 def launch_options(device: torch.device, warps: int) -> dict:
-    """Keywords of a launch of a kernel that has PDL, which says that it starts early and has to wait itself."""
-    early = overlaps(device)
+    """Keywords of a launch of a kernel that has PDL: it starts while the kernel before it drains (programmatic dependent
+    launch, from Hopper on), and has to wait itself."""
+    early = generation_of(device) >= 9
     return {"PDL": early, "num_warps": warps} | ({"launch_pdl": True} if early else {})
 
 
 def run_int(packed: Packed, x: Rows | Tensor) -> Tensor:
     assert isinstance(x, Rows)
-    heads, bits = (x.scale, packed.codes, packed.scale), 8 if packed.kind == "int8" else 4
-    return _launch(plain_linear, packed, x.codes.contiguous(), heads, BITS=bits, ASM=uses_assembly(x.codes.device))
+    heads, bits = (x.scale.contiguous(), packed.codes, packed.scale), 8 if packed.kind == "int8" else 4
+    return _launch(plain_linear, packed, x.codes.contiguous(), heads, BITS=bits, ASM=generation_of(x.codes.device) > 0)
 
 
 def _run_group(packed: Packed, x: Rows | Tensor) -> Tensor:
-    codes, x_scale = (x.codes, x.scale) if isinstance(x, Rows) else (x, packed.scale)
+    codes, x_scale = (x.codes, x.scale.contiguous()) if isinstance(x, Rows) else (x, packed.scale)
     zero, rest = (packed.scale, packed.scale) if packed.zero is None else (packed.zero, packed.rest)
     heads = (x_scale, packed.codes, packed.scale, zero, rest)
-    half, assembly = codes.dtype == torch.float16, uses_assembly(codes.device)
+    half, assembly = codes.dtype == torch.float16, generation_of(codes.device) > 0
     low, high = (float_assembly(half, high) if assembly else "" for high in (False, True))
     flags = {"GROUP": packed.group, "ZERO": packed.zero is not None, "ASM_LO": low, "ASM_HI": high}
     return _launch(group_linear, packed, codes.contiguous(), heads, **flags)
@@ -540,9 +529,9 @@ def _refuse(shape: LinearShape, group: int) -> str | None:
         return f"wants groups of 32, 64 or multiples of 128 of one row, not a tile of {weight.tile}"
     if shape.in_features % group:
         return f"{shape.in_features} input channels are not whole groups of {group}"
-    if device.type != "cuda" and not interpreting():
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "wants a GPU"
-    return "wants compute capability 8.0 or later" if (_capability(device) or (8, 0)) < (8, 0) else None
+    return "wants compute capability 8.0 or later" if 0 < generation_of(device) < 8 else None
 
 
 def _accepts_int8(shape: LinearShape, groups: bool = False) -> str | None:

@@ -14,16 +14,19 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nybble.config import cache_dir
 from nybble.kernels import compile_cuda
 
 ARCHITECTURE = "sm_90a"
+OUT = {torch.bfloat16: 0, torch.float16: 1}  # of sm90.cuh
 BLOCK = 128  # input channels of a step of every GEMM here
 LONGEST_COMPILE_S = 120.0  # of another process; after that `machine_code` tries itself
 PROCESSOR_BYTES, RESERVED_BYTES, MOST_BYTES = 228 * 1024, 1024, 227 * 1024  # shared memory: of a processor, per program, of one
@@ -49,6 +52,17 @@ class TensorMap(ctypes.Structure):
     """CUtensorMap, 128 opaque bytes that the kernel wants on a 64-byte boundary of its parameters."""
 
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+def structure(pointers: str, floats: str = "", ints: str = "") -> type[ctypes.Structure]:
+    """The `Arguments` of a .cu, from the names of its fields."""
+    kinds = (ctypes.c_void_p, pointers), (ctypes.c_float, floats), (ctypes.c_int, ints)
+    fields = [(name, kind) for kind, names in kinds for name in names.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 # ---- finding and compiling ----------------------------------------------------------------------------------------
@@ -90,6 +104,7 @@ def missing() -> str | None:
     return None
 
 
+@functools.cache
 def refusal(device: torch.device) -> str | None:
     """Why nothing here runs on `device`, or None."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
@@ -199,6 +214,13 @@ def load(code: bytes, name: str, shared_bytes: int, device: int) -> ctypes.c_voi
     check(cuda.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode()), f"finding {name}")
     check(cuda.cuKernelSetAttribute(SHARED_BYTES_ATTRIBUTE, shared_bytes, kernel, device), f"{shared_bytes} shared bytes")
     return kernel
+
+
+@functools.cache
+def kernel(name: str, device: int, shared_bytes: int, source_and_defines: Callable[..., tuple[str, Mapping[str, int]]],
+           *given: Any) -> ctypes.c_void_p:
+    """The kernel `name` of `source_and_defines(*given)`, compiled and loaded once."""
+    return load(machine_code(*source_and_defines(*given)), name, shared_bytes, device)
 
 
 def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int, cluster: int,

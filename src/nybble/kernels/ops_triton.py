@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nybble.formats.spec import KV
 from nybble.kernels import attention_triton
-from nybble.kernels.linear_triton import launch_options, logits, uses_assembly
+from nybble.kernels.linear_triton import generation_of, launch_options, logits
 from nybble.kernels.registry import Ops
 from nybble.kernels.types import LayerKV, Rows, Step, Turn
 
@@ -232,7 +231,7 @@ def silu_mul(gate_up: Tensor, quantize: bool, hadamard: int = 0) -> Tensor | Row
         codes, scale = out if quantize else (out, out)
         _silu_mul_kernel[(rows, 1 if quantize else triton.cdiv(width, chunk))](
             gate_up, codes, scale, width, chunk, quantize, hadamard, hadamard**-0.5 if hadamard else 1.0,
-            uses_assembly(gate_up.device), **launch_options(gate_up.device, warps))
+            generation_of(gate_up.device) > 0, **launch_options(gate_up.device, warps))
     return out
 
 
@@ -295,7 +294,7 @@ def _rotated_pair(x_ptr, base, column, kept, norm_ptr, inverse_rms, cos_sin_ptr,
     """`_rotated_half` of channels `column` of the first half and of the same of the second, each read once if they pair up."""
     if ROTARY == DIM:
         dtype = x_ptr.dtype.element_ty
-        low, high = _plain_half(x_ptr, base, column, kept), _plain_half(x_ptr, base, column + DIM // 2, kept)
+        low, high = _plain_pieces(x_ptr, base, column, kept, DIM, 2)
         if NORM:
             inside = column < DIM // 2
             weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -312,19 +311,8 @@ def _rotated_pair(x_ptr, base, column, kept, norm_ptr, inverse_rms, cos_sin_ptr,
 
 
 @triton.jit
-def _plain_half(x_ptr, base, column, kept):
+def _plain(x_ptr, base, column, kept):
     return tl.load(x_ptr + base + column, mask=kept, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _write_half(ptr, token, column, kept, x, WIDTH: tl.constexpr, KIND: tl.constexpr, scale):
-    if KIND == "fp8":
-        code = _float8_bits(x, scale, 448.0, 3, 7)
-    elif KIND == "fp8_e5m2":
-        code = _float8_bits(x, scale, 57344.0, 2, 15)
-    else:
-        code = x.to(ptr.dtype.element_ty)
-    tl.store(ptr + token * WIDTH + column, code, mask=kept)
 
 
 @triton.jit
@@ -346,35 +334,60 @@ def _codes(low, high, kept, LEVELS: tl.constexpr, COUNT: tl.constexpr, CENTRED: 
 
 
 @triton.jit
-def _write_heads(ptr, params_ptr, token, head_kept, low, high, column, half_kept, scale,
-                 DIM: tl.constexpr, KIND: tl.constexpr):
-    """Quantize heads given as two halves of their channels and store them at `token` (a row of the cache) [heads, 1]."""
-    half: tl.constexpr = DIM // 2
-    kept = head_kept & half_kept
-    if KIND == "int8":
-        low, high, step, minimum = _codes(low, high, half_kept, 255.0, DIM, False)
-        tl.store(ptr + token * DIM + column, low, mask=kept)
-        tl.store(ptr + token * DIM + half + column, high, mask=kept)
+def _write(ptr, params_ptr, token, offset, head_kept, pieces, column, piece_kept, scale,
+           DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
+    """Quantize heads, given as halves or quarters of their channels (int4: quarters), and store them at `token` [heads, 1], a
+    row of the cache, `offset` in its block. ptr of int4: 16-bit units of a nibble of each quarter."""
+    width: tl.constexpr = DIM // len(pieces)
+    kept = head_kept & piece_kept
+    if KIND == "int4":
+        a, b, step, minimum = _codes(pieces[0], pieces[1], piece_kept, 15.0, DIM // 2, True)
+        c, d, second_step, second_minimum = _codes(pieces[2], pieces[3], piece_kept, 15.0, DIM // 2, True)
+        unit = a.to(tl.int32) | (b.to(tl.int32) << 4) | (c.to(tl.int32) << 8) | (d.to(tl.int32) << 12)
+        tl.store(ptr + token * (DIM // 4) + column, unit.to(tl.int16), mask=kept)
+        pair = params_ptr + 2 * (2 * token - offset)
+        tl.store(pair, step, mask=head_kept)
+        tl.store(pair + 1, minimum, mask=head_kept)
+        tl.store(pair + 2 * BLOCK_SIZE, second_step, mask=head_kept)
+        tl.store(pair + 2 * BLOCK_SIZE + 1, second_minimum, mask=head_kept)
+    elif KIND == "int8":
+        if len(pieces) == 2:
+            low, high, step, minimum = _codes(pieces[0], pieces[1], piece_kept, 255.0, DIM, False)
+            codes = (low, high)
+        else:  # two halves of pieces, so that one reduction finds the range of all four
+            rows: tl.constexpr = pieces[0].shape[0]
+            wide: tl.constexpr = 2 * pieces[0].shape[1]
+            low, high, step, minimum = _codes(tl.join(pieces[0], pieces[1]).reshape(rows, wide),
+                                              tl.join(pieces[2], pieces[3]).reshape(rows, wide),
+                                              tl.join(piece_kept, piece_kept).reshape(1, wide), 255.0, DIM, False)
+            codes = low.reshape(rows, wide // 2, 2).split() + high.reshape(rows, wide // 2, 2).split()
+        _store_pieces(ptr + token * DIM + column, codes, kept, DIM)
         tl.store(params_ptr + token * 2, step, mask=head_kept)
         tl.store(params_ptr + token * 2 + 1, minimum, mask=head_kept)
     else:
-        _write_half(ptr, token, column, kept, low, DIM, KIND, scale)
-        _write_half(ptr, token, half + column, kept, high, DIM, KIND, scale)
+        for i in tl.static_range(len(pieces)):
+            if KIND == "fp8":
+                code = _float8_bits(pieces[i], scale, 448.0, 3, 7)
+            elif KIND == "fp8_e5m2":
+                code = _float8_bits(pieces[i], scale, 57344.0, 2, 15)
+            else:
+                code = pieces[i].to(ptr.dtype.element_ty)
+            tl.store(ptr + token * DIM + i * width + column, code, mask=kept)
 
 
 @triton.jit
-def _write_int4(ptr, params_ptr, token, offset, head_kept, quarters, column, quarter_kept, DIM: tl.constexpr,
-                BLOCK_SIZE: tl.constexpr):
-    """Heads given as quarters of their channels. ptr: 16-bit units of a nibble of each. offset: of `token` in its block."""
-    a, b, step, minimum = _codes(quarters[0], quarters[1], quarter_kept, 15.0, DIM // 2, True)
-    c, d, second_step, second_minimum = _codes(quarters[2], quarters[3], quarter_kept, 15.0, DIM // 2, True)
-    unit = a.to(tl.int32) | (b.to(tl.int32) << 4) | (c.to(tl.int32) << 8) | (d.to(tl.int32) << 12)
-    tl.store(ptr + token * (DIM // 4) + column, unit.to(tl.int16), mask=head_kept & quarter_kept)
-    pair = params_ptr + 2 * (2 * token - offset)
-    tl.store(pair, step, mask=head_kept)
-    tl.store(pair + 1, minimum, mask=head_kept)
-    tl.store(pair + 2 * BLOCK_SIZE, second_step, mask=head_kept)
-    tl.store(pair + 2 * BLOCK_SIZE + 1, second_minimum, mask=head_kept)
+def _store_pieces(ptr, pieces, kept, DIM: tl.constexpr):
+    """Halves or quarters of heads' channels, side by side from `ptr` on."""
+    for i in tl.static_range(len(pieces)):
+        tl.store(ptr + i * (DIM // len(pieces)), pieces[i].to(ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _plain_pieces(x_ptr, base, column, kept, DIM: tl.constexpr, PIECES: tl.constexpr):
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        pieces += (_plain(x_ptr, base, column + i * (DIM // PIECES), kept),)
+    return pieces
 
 
 @triton.jit
@@ -385,6 +398,7 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
                        KIND: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr):
     """One program: GROUP heads of one kind (Q, K or V by program_id(1)) of one token, as two halves of their channels (what
     int4 stores: quarters). Positions and slots are read early: they must not come from the kernel right before."""
+    PIECES: tl.constexpr = 4 if KIND == "int4" else 2
     token = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(position_ptr + token).to(tl.int64), tl.load(slot_ptr + token)
     _follow(PDL)
@@ -401,49 +415,34 @@ def _rope_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
         head_kept = head < HEADS
         kept = head_kept & half_kept
         inverse_rms = _inverse_rms(row, head * DIM, column, kept, eps, DIM, Q_NORM)
-        low, high = _rotated_pair(row, head * DIM, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY, DIM)
-        out = q_ptr + (token * HEADS + head) * DIM + column
-        tl.store(out, low.to(q_ptr.dtype.element_ty), mask=kept)
-        tl.store(out + DIM // 2, high.to(q_ptr.dtype.element_ty), mask=kept)
+        halves = _rotated_pair(row, head * DIM, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY, DIM)
+        _store_pieces(q_ptr + (token * HEADS + head) * DIM + column, halves, kept, DIM)
     else:
         if slot >= 0:
             is_k = part < q_parts + kv_parts
             head = (part - q_parts - tl.where(is_k, 0, kv_parts)) * GROUP + index
             head_kept = head < KV_HEADS
             kept = head_kept & half_kept
-            target = ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+            offset = slot % BLOCK_SIZE
+            target = ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + offset
             base = (HEADS + head + tl.where(is_k, 0, KV_HEADS)) * DIM
-            if KIND == "int4":
-                short = tl.arange(0, QUARTER)[None, :]
-                short_kept = short < DIM // 4
-                if is_k:
-                    inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
-                    every = head_kept & short_kept
-                    a, c = _rotated_pair(row, base, short, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
+            short = tl.arange(0, QUARTER if KIND == "int4" else HALF)[None, :]
+            short_kept = short < DIM // PIECES
+            every = head_kept & short_kept
+            if is_k:
+                inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
+                halves = _rotated_pair(row, base, short, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
+                if KIND == "int4":
                     b, d = _rotated_pair(row, base, short + DIM // 4, every, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY,
                                          DIM)
-                    _write_int4(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, head_kept, (a, b, c, d), short, short_kept,
-                                DIM, BLOCK_SIZE)
+                    _write(k_ptr, k_params_ptr, target, offset, head_kept, (halves[0], b, halves[1], d), short, short_kept,
+                           k_scale, DIM, BLOCK_SIZE, KIND)
                 else:
-                    quarters = _plain_quarters(row, base, short, head_kept & short_kept, DIM)
-                    _write_int4(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, head_kept, quarters, short, short_kept, DIM,
-                                BLOCK_SIZE)
-            elif is_k:
-                inverse_rms = _inverse_rms(row, base, column, kept, eps, DIM, K_NORM)
-                low, high = _rotated_pair(row, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
-                _write_heads(k_ptr, k_params_ptr, target, head_kept, low, high, column, half_kept, k_scale, DIM, KIND)
+                    _write(k_ptr, k_params_ptr, target, offset, head_kept, halves, short, short_kept, k_scale, DIM, BLOCK_SIZE,
+                           KIND)
             else:
-                low = _plain_half(row, base, column, kept)
-                high = _plain_half(row, base, column + DIM // 2, kept)
-                _write_heads(v_ptr, v_params_ptr, target, head_kept, low, high, column, half_kept, v_scale, DIM, KIND)
-
-
-@triton.jit
-def _plain_quarters(x_ptr, base, column, kept, DIM: tl.constexpr):
-    quarters = ()
-    for i in tl.static_range(4):
-        quarters += (_plain_half(x_ptr, base, column + i * (DIM // 4), kept),)
-    return quarters
+                plain = _plain_pieces(row, base, short, every, DIM, PIECES)
+                _write(v_ptr, v_params_ptr, target, offset, head_kept, plain, short, short_kept, v_scale, DIM, BLOCK_SIZE, KIND)
 
 
 @triton.jit
@@ -462,34 +461,6 @@ def _turned(low, high, matrix_ptr, DIM: tl.constexpr, HALF: tl.constexpr, QUARTE
         out = tl.dot(low, upper, input_precision="ieee")
         quarters += (tl.dot(high, lower, out, input_precision="ieee"),)
     return quarters
-
-
-@triton.jit
-def _store_quarters(ptr, quarters, kept, DIM: tl.constexpr):
-    for i in tl.static_range(4):
-        tl.store(ptr + i * (DIM // 4), quarters[i].to(ptr.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def _write_quarters(ptr, params_ptr, target, offset, kept, quarters, column, quarter_kept, scale, DIM: tl.constexpr,
-                    BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
-    if KIND == "int4":
-        _write_int4(ptr, params_ptr, target, offset, kept, quarters, column, quarter_kept, DIM, BLOCK_SIZE)
-    elif KIND == "int8":
-        # Two halves of pieces, so that one reduction finds the range of all four.
-        rows: tl.constexpr = quarters[0].shape[0]
-        width: tl.constexpr = quarters[0].shape[1]
-        low, high, step, minimum = _codes(tl.join(quarters[0], quarters[1]).reshape(rows, 2 * width),
-                                          tl.join(quarters[2], quarters[3]).reshape(rows, 2 * width),
-                                          tl.join(quarter_kept, quarter_kept).reshape(1, 2 * width), 255.0, DIM, False)
-        a, b = low.reshape(rows, width, 2).split()
-        c, d = high.reshape(rows, width, 2).split()
-        _store_quarters(ptr + target * DIM + column, (a, b, c, d), kept & quarter_kept, DIM)
-        tl.store(params_ptr + target * 2, step, mask=kept)
-        tl.store(params_ptr + target * 2 + 1, minimum, mask=kept)
-    else:
-        for i in tl.static_range(4):
-            _write_half(ptr, target, column + i * (DIM // 4), kept & quarter_kept, quarters[i], DIM, KIND, scale)
 
 
 @triton.jit
@@ -521,12 +492,13 @@ def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
         inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, Q_NORM)
         low, high = _rotated_pair(qkv_ptr, base, column, kept, q_norm_ptr, inverse_rms, cos_sin, Q_NORM, ROTARY, DIM)
         quarters = _turned(low, high, q_turn_ptr + matrix, DIM, HALF, QUARTER)
-        _store_quarters(q_ptr + (token * HEADS + head) * DIM + short, quarters, live & short_kept, DIM)
+        _store_pieces(q_ptr + (token * HEADS + head) * DIM + short, quarters, live & short_kept, DIM)
     elif tl.program_id(0) * ROWS < tokens:
         slot = tl.load(slot_ptr + token, mask=live, other=-1)
         written = slot >= 0
         slot = tl.where(written, slot, 0)
-        target = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        target = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head) * BLOCK_SIZE + offset
         if kind == 1:
             inverse_rms = _inverse_rms(qkv_ptr, base, column, kept, eps, DIM, K_NORM)
             low, high = _rotated_pair(qkv_ptr, base, column, kept, k_norm_ptr, inverse_rms, cos_sin, K_NORM, ROTARY, DIM)
@@ -534,17 +506,14 @@ def _turn_write_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, k_params_ptr, v_params_ptr,
             low -= tl.load(shift, mask=half_kept, other=0.0)
             high -= tl.load(shift + DIM // 2, mask=half_kept, other=0.0)
             quarters = _turned(low, high, k_turn_ptr + matrix, DIM, HALF, QUARTER)
-            _write_quarters(k_ptr, k_params_ptr, target, slot % BLOCK_SIZE, written, quarters, short, short_kept, k_scale, DIM,
-                            BLOCK_SIZE, KIND)
+            _write(k_ptr, k_params_ptr, target, offset, written, quarters, short, short_kept, k_scale, DIM, BLOCK_SIZE, KIND)
         else:
             if V_TURN:
-                low = _plain_half(qkv_ptr, base, column, kept)
-                high = _plain_half(qkv_ptr, base, column + DIM // 2, kept)
+                low, high = _plain_pieces(qkv_ptr, base, column, kept, DIM, 2)
                 quarters = _turned(low, high, v_turn_ptr + matrix, DIM, HALF, QUARTER)
             else:
-                quarters = _plain_quarters(qkv_ptr, base, short, live & short_kept, DIM)
-            _write_quarters(v_ptr, v_params_ptr, target, slot % BLOCK_SIZE, written, quarters, short, short_kept, v_scale, DIM,
-                            BLOCK_SIZE, KIND)
+                quarters = _plain_pieces(qkv_ptr, base, short, live & short_kept, DIM, 4)
+            _write(v_ptr, v_params_ptr, target, offset, written, quarters, short, short_kept, v_scale, DIM, BLOCK_SIZE, KIND)
 
 
 @triton.jit
@@ -558,19 +527,17 @@ def _turn_heads_kernel(x_ptr, matrix_ptr, out_ptr, rows, HEADS: tl.constexpr, KV
     base = ((index // group) * HEADS + kv_head * group + index % group) * DIM
     column = tl.arange(0, HALF)[None, :]
     kept = live & (column < DIM // 2)
-    low = _plain_half(x_ptr, base, column, kept)
-    high = _plain_half(x_ptr, base, column + DIM // 2, kept)
+    low, high = _plain_pieces(x_ptr, base, column, kept, DIM, 2)
     short = tl.arange(0, QUARTER)[None, :]
     quarters = _turned(low, high, matrix_ptr + kv_head * DIM * DIM, DIM, HALF, QUARTER)
-    _store_quarters(out_ptr + base + short, quarters, live & (short < DIM // 4), DIM)
+    _store_pieces(out_ptr + base + short, quarters, live & (short < DIM // 4), DIM)
 
 
 @triton.jit
 def _inverse_rms(x_ptr, base, column, kept, eps, DIM: tl.constexpr, NORM: tl.constexpr):
     """1 / rms over each head's channels [heads, 1]; 1 when heads are not normed."""
     if NORM:
-        low = _plain_half(x_ptr, base, column, kept)
-        high = _plain_half(x_ptr, base, column + DIM // 2, kept)
+        low, high = _plain_pieces(x_ptr, base, column, kept, DIM, 2)
         return tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
     else:
         return 1.0
@@ -582,7 +549,7 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
     no quarters where those are stored or turned."""
     qkv = qkv.contiguous()
     tokens = qkv.shape[0]
-    head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
+    head_dim = kv.head_dim
     if head_dim % 2:
         raise ValueError(f"rotary embedding pairs channels: head_dim {head_dim} is odd")
     if head_dim % 4 and (turn is not None or kv.name == "int4"):
@@ -595,20 +562,19 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
     operands = (qkv, q, k, v, k if kv.k_params is None else kv.k_params, v if kv.v_params is None else kv.v_params,
                 step.positions, step.slots, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
                 eps, kv.k_scale, kv.v_scale)
-    kind = kv.name if KV[kv.name].num.bits <= 8 else "copy"
     half, quarter = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(max(1, head_dim // 4))
     if turn is not None:
         group = heads // kv_heads
         turns = (x.contiguous() for x in (turn.q, turn.k, turn.k if turn.v is None else turn.v, turn.shift))
         _turn_write_kernel[(triton.cdiv(tokens * group, TURNED_ROWS), 3 * kv_heads)](
             *operands, *turns, tokens, heads, kv_heads, head_dim, max(16, half), max(16, quarter), cos_sin.shape[1],
-            kv.block_size, TURNED_ROWS, kind, q_norm is not None, k_norm is not None, turn.v is not None,
+            kv.block_size, TURNED_ROWS, kv.codec, q_norm is not None, k_norm is not None, turn.v is not None,
             **launch_options(qkv.device, 4))
         return q
     group = min(8, triton.next_power_of_2(max(heads, kv_heads)))
     parts = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
     _rope_write_kernel[(tokens, parts)](
-        *operands, heads, kv_heads, head_dim, half, quarter, cos_sin.shape[1], kv.block_size, group, kind,
+        *operands, heads, kv_heads, head_dim, half, quarter, cos_sin.shape[1], kv.block_size, group, kv.codec,
         q_norm is not None, k_norm is not None, **launch_options(qkv.device, 2 if group * head_dim < 1024 else 4))
     return q
 

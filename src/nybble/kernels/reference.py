@@ -99,10 +99,7 @@ def rope_write(qkv: Tensor, kv: LayerKV, step: Step, cos_sin: Tensor, kv_heads: 
 
     qkv [T, (Hq + 2 Hkv) * D] -> Q [T, Hq, D] in qkv's dtype. Slots < 0 are skipped.
     """
-    tokens = qkv.shape[0]
-    head_dim = kv.v.shape[-1] * (2 if kv.name == "int4" else 1)
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    q, k, v = qkv.view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    q, k, v = qkv.unflatten(1, (-1, kv.head_dim)).tensor_split((-2 * kv_heads, -kv_heads), 1)
     if q_norm is not None:
         q = head_norm(q, q_norm, eps)
     if k_norm is not None:

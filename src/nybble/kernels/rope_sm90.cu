@@ -23,7 +23,10 @@ struct Arguments {
   const int* position;
   const long long* slot;
   const float* cos_sin;  // [positions, DIM]
+  const int *table, *context;
   float k_scale, v_scale;
+  int table_width, rows;
+  int ahead;  // pages of heads that move to the second-level cache while the kernel ahead runs
 };
 
 __device__ __forceinline__ uint2 load_two(const char* p) {  // here, not where the values are wanted
@@ -205,6 +208,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) rope_write(const __grid
       sine[i] = s.x, sine[i + 1] = s.y, sine[i + 2] = s.z, sine[i + 3] = s.w;
     }
   }
+  if (const int at = blockIdx.x * (WARPS * 32) + threadIdx.x; at < a.ahead)
+    prefetch_page<KV_HEADS, BLOCK_SIZE, TOKEN_BYTES, SETS * 4>(at, a.context, a.rows, a.table, a.table_width, a.k, a.v, a.k_params,
+                                                               a.v_params);
   wait_kernel_before();
 
   u32 x[ITEMS][8];

@@ -197,3 +197,21 @@ __device__ __forceinline__ float warp_largest(float v) {  // numbers without a s
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(v)));
   return __uint_as_float(bits);
 }
+
+// ---- a paged cache ----
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// Moves a page of a head to the second-level cache: the `at`-th of the rows' pages, which lie in turn, the newest first, with all
+// heads of a page side by side.
+template <int heads, int length, int code_bytes, int scale_bytes>
+__device__ __forceinline__ void prefetch_page(int at, const int* context, int rows, const int* table, int width, const char* k,
+                                              const char* v, const u32* k_params, const u32* v_params) {
+  int row = 0, page = at / heads, pages = 0;
+  for (; row < rows && page >= (pages = (context[row] + length - 1) / length); row++) page -= pages;
+  if (row == rows) return;
+  const size_t token = ((size_t)table[(size_t)row * width + pages - 1 - page] * heads + at % heads) * length;
+  prefetch(k + token * code_bytes, length * code_bytes), prefetch(v + token * code_bytes, length * code_bytes);
+  prefetch((const char*)k_params + token * scale_bytes, length * scale_bytes);
+  prefetch((const char*)v_params + token * scale_bytes, length * scale_bytes);
+}

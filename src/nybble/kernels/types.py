@@ -49,8 +49,17 @@ class LayerKV:
         return KV[self.name]
 
     @property
+    def codec(self) -> str:
+        """How a kernel reads it: `name`, or "copy" where numbers are kept as they are."""
+        return self.name if self.spec.num.bits <= 8 else "copy"
+
+    @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.v.shape[3] * (2 if self.name == "int4" else 1)
 
 
 @dataclass(frozen=True)

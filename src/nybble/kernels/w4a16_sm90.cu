@@ -12,10 +12,10 @@
 // distributed shared memory; for many, one block does them one after another and leaves the total in L2 meanwhile.
 //
 // Defined by the host: TOKENS (a tile's), STAGES, ROW_TILES (64-row tiles of a warpgroup: 1, 2), WARPGROUPS, RESIDENT (blocks a
-// processor must hold), SHARES, CLUSTER_K (SHARES or 1), OUT (0 bf16, 1 fp16: also of activations), GROUP (channels of a scale; 0: none), ZERO (1: a
-// whole zero each, 2: and an addend), REGISTERS (of a multiplying thread, taken from the copying ones that then number 128;
-// 0: all alike), CHUNK (16-channel products in a group), STAGGER (the second warpgroup
-// starts later, so that one multiplies while the other stores); and `product(float (&sum)[TOKENS / 2], const u32 (&a)[4], u64 x)`.
+// processor must hold), SHARES, CLUSTER_K (SHARES or 1), OUT (0 bf16, 1 fp16: also of activations), GROUP (channels of a scale; 0:
+// none), ZERO (1: a whole zero each, 2: and an addend), REGISTERS (of a multiplying thread, taken from the copying ones that then
+// number 128; 0: all alike), CHUNK (16-channel products in a group), STAGGER (the second warpgroup starts later, so that one
+// multiplies while the other stores); and `product(float (&sum)[TOKENS / 2], const u32 (&a)[4], u64 x)`.
 
 constexpr int COPIERS = REGISTERS ? 128 : 32;
 constexpr int BM = 64 * ROW_TILES * WARPGROUPS, EIGHTS = TOKENS / 8;

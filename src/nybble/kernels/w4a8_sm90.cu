@@ -21,7 +21,8 @@ constexpr int W_AT = STAGES * X_BYTES, S_AT = W_AT + STAGES * W_BYTES, BARRIERS_
 constexpr int OWNED = (GROUPS + CLUSTER_K - 1) / CLUSTER_K;  // groups of eight tokens that one share of a cluster finishes
 constexpr int PIECE = WARPGROUPS * 128 * 16;                 // one group of one 64-row tile of every warpgroup
 constexpr int BY_AT = BARRIERS_AT + 16 * STAGES;             // scales of a tile's tokens, of each warpgroup
-constexpr int SUM_AT = (BY_AT + WARPGROUPS * TOKENS * 4 + 127) / 128 * 128, SUM_BYTES = THROUGH_MEMORY ? 0 : (CLUSTER_K - 1) * OWNED * ROW_TILES * PIECE;
+constexpr int SUM_AT = (BY_AT + WARPGROUPS * TOKENS * 4 + 127) / 128 * 128;
+constexpr int SUM_BYTES = THROUGH_MEMORY ? 0 : (CLUSTER_K - 1) * OWNED * ROW_TILES * PIECE;
 constexpr bool SUM_APART = SUM_BYTES <= 16384;  // else sums use the stages, once nobody reads them any more
 constexpr bool FOLD = WARP_LEVEL && MODE == 1;  // whole scales multiply the sums of a group instead of its weights
 static_assert(0 < AHEAD && AHEAD <= STAGES, "");
@@ -137,7 +138,7 @@ __device__ __forceinline__ void wait_for(const int* counter, int least) {
 }
 
 struct Arguments {
-  const char* w;               // [N / 128, K / 128] packed tiles
+  const char* w;      // [N / 128, K / 128] packed tiles
   const char* group;  // [K / 128, N] scales of MODE bytes
   const float *w_scale, *x_scale;
   void* y;
@@ -281,16 +282,13 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + COPIERS, RESIDEN
         float v[2 * ROW_TILES];
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; i++) v[i] = (float)sum[i / 2][group * 4 + i % 2 * 2 + c] * scale[i] * by[c];
-        if (plain) {
+        if (!plain && token + group * 8 + c >= a.tokens) continue;
+        if (plain || a.rows % 4 == 0) {
           store_neighbours(at + c * next_token, v);
-        } else if (token + group * 8 + c < a.tokens) {
-          if (a.rows % 4 == 0) {
-            store_neighbours(at + c * next_token, v);
-          } else {
+        } else {
 #pragma unroll
-            for (int i = 0; i < 2 * ROW_TILES; i++)
-              if (row + i < a.rows) store_one(at + c * next_token, i, v[i]);
-          }
+          for (int i = 0; i < 2 * ROW_TILES; i++)
+            if (row + i < a.rows) store_one(at + c * next_token, i, v[i]);
         }
       }
     }
