@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny
@@ -31,6 +32,10 @@ from nybble.bench.spawn import dummy_engine, made_up_tokenizer
 from nybble.bench.timing import Timing
 from nybble.bench.wire import Exchange, Outcome, Target
 from nybble.cli import app
+from nybble.formats.qtensor import dense
+from nybble.kernels import nvrtc
+from nybble.kernels.registry import LinearShape
+from nybble.kernels.types import Rows
 from nybble.text import load_tokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -467,6 +472,23 @@ def test_floors_of_linears_by_hand():
     assert kernels.floor_us("torch bf16", 5120, 5120, 16) == pytest.approx((2 * weights + 4 * tokens) / 4.3e6)
     assert kernels.floor_us("w4a8", 5120, 5120, 4096) == pytest.approx(2 * 4096 * weights / 1500e6)
     assert kernels.floor_us("w4a16", 5120, 5120, 4096) == pytest.approx(2 * 4096 * weights / 790e6)
+
+
+def test_what_linears_are_timed_with(monkeypatch):
+    """The kernel that the engine would take; weights and inputs whose product is near one, in the numbers of the scheme."""
+    monkeypatch.setattr(nvrtc, "refusal", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = {"16bit": "hopper 16 bits", "fp8": "hopper fp8", "w8a8": "hopper w8a8"}
+    for scheme, name in chosen.items():
+        shape = LinearShape(kernels.FORMS[scheme], 5120, 5120, torch.device("cuda"), torch.bfloat16)
+        assert kernels.kernels_for(shape)[0].name == name
+    for scheme in ("w4a16_zero_g128", "w4a8_g128", "w4a8_whole_g128", *chosen):
+        weight, x = (make(scheme, 64, 512, torch.device("cpu")) for make in (kernels.random_weight, kernels.random_input))
+        values = x.codes.double() * x.scale[:, None] if isinstance(x, Rows) else x.double()
+        assert (values @ dense(weight, torch.float64).t()).std().item() == pytest.approx(1.0, abs=0.3), scheme
+        assert isinstance(x, Rows) is (kernels.FORMS[scheme].act is not None)
+    assert x.codes.dtype == torch.int8
+    assert kernels.random_input("fp8", 3, 32, torch.device("cpu")).codes.dtype == torch.float8_e4m3fn
 
 
 def test_what_the_kernel_benchmark_writes(tmp_path, monkeypatch):

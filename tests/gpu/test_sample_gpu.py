@@ -12,7 +12,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from nybble.engine.sampler import FAILED, Draws, _kernel_failure, random_keys, sample
+from nybble.engine.sampler import FAILED, Draws, _kernel_failure, greedy, random_keys, sample
 from nybble.kernels import sample_hopper
 
 pytestmark = pytest.mark.gpu
@@ -92,3 +92,19 @@ def test_the_start_up_test_trusts_the_kernel() -> None:
         pytest.skip(reason)
     assert _kernel_failure(logits.device, 700) is None
     assert torch.equal(sample(logits, draws_of(3, 0.9, 50, 0.95), None).cpu(), on_cpu(logits, draws_of(3, 0.9, 50, 0.95)))
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 4097, 32000, 151936])
+@pytest.mark.parametrize("rows", [1, 12, 17, 64, 130])
+def test_greedy_tokens_are_the_first_of_the_largest(rows: int, vocab: int) -> None:
+    """In clusters of any size. Logits of 8 bits: many are equal."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)).bfloat16().float()
+    if rows > 6:
+        logits[3], logits[4, -1], logits[5, vocab // 2], logits[6] = float("-inf"), float("nan"), float("inf"), -0.0
+    if (reason := sample_hopper.refusal(logits.cuda())) is not None:
+        pytest.skip(reason)
+    slots, pool = torch.randperm(200)[:rows].cuda(), torch.full((200,), -5, device="cuda")
+    found = sample_hopper.greedy_into(logits.cuda(), slots, pool)
+    assert found.tolist() == greedy(logits).tolist()
+    assert torch.equal(pool[slots], found)
+    assert int((pool == -5).sum()) == 200 - rows

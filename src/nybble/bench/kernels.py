@@ -30,9 +30,10 @@ from torch import Tensor
 
 from nybble.bench.plot import Point, roofline_svg
 from nybble.bench.timing import Call, Timing, copies_beyond_cache, interleave
-from nybble.formats.qtensor import QTensor, dequantize
-from nybble.formats.spec import SCHEMES
-from nybble.kernels import linear_hopper, linear_hopper_w4a16, linear_hopper_w8, linear_triton
+from nybble.formats.numerics import quantize_weight
+from nybble.formats.qtensor import QTensor, dense
+from nybble.formats.spec import FP8, SCHEMES
+from nybble.kernels import linear_hopper, linear_triton, reference
 from nybble.kernels.linear_triton import Row, Tile
 from nybble.kernels.registry import LinearKernel, LinearShape, linear_kernels
 from nybble.kernels.types import Rows
@@ -45,10 +46,11 @@ MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
 }
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 # Names of figures. Weights on an int8 grid by float16 scales are QQQ's, by whole scales Nybble's own.
-FORMS = {name: one for name, one in SCHEMES.items() if one.weight} | {"w4a8_whole_g128": SCHEMES["w4a8_qqq_g128"]}
+FORMS = SCHEMES | {"w4a8_whole_g128": SCHEMES["w4a8_qqq_g128"]}
 SWEPT = dict.fromkeys(FORMS, "int8") | {"w4a8": "int4", "w4a8_g128": "group", "w4a16_g128": "float4"}
 FAMILIES = {"triton": linear_triton, "hopper": linear_hopper}
 Report = Callable[[str], object]
+Candidate = tuple[str, LinearKernel, QTensor | Tensor, list[Any]]  # scheme, kernel, weight, packed copies
 
 
 # What the roofline assumes of an H200: bytes per second that a copy reaches, dense int8 and bf16 operations per second.
@@ -56,15 +58,15 @@ BYTES_PER_S, INT8_PER_S, BF16_PER_S = 4.3e12, 1500e12, 790e12
 
 
 def bytes_moved(scheme: str, n: int, k: int, tokens: int) -> float:
-    """Weights with their group scales, inputs and bf16 outputs, each once. scheme: a key of FORMS, or 16 bits."""
-    form = FORMS.get(scheme)
-    bits = 16.0 if form is None else form.weight.num.bits + (16 / form.weight.group if form.weight.group else 0)
-    return n * k * bits / 8 + tokens * k * (2 if form is None or form.act is None else 1) + 2 * tokens * n
+    """Weights with their group scales, inputs and bf16 outputs, each once. scheme: a key of FORMS, any other is of 16 bits."""
+    form = FORMS.get(scheme, SCHEMES["16bit"])
+    bits = 16.0 if form.weight is None else form.weight.num.bits + (16 / form.weight.group if form.weight.group else 0)
+    return n * k * bits / 8 + tokens * k * (2 if form.act is None else 1) + 2 * tokens * n
 
 
 def floor_us(scheme: str, n: int, k: int, tokens: int) -> float:
     """The larger of moving every byte once and doing every operation at the machine's rate."""
-    wide = scheme not in FORMS or FORMS[scheme].act is None
+    wide = FORMS.get(scheme, SCHEMES["16bit"]).act is None
     computing_s = 2.0 * tokens * n * k / (BF16_PER_S if wide else INT8_PER_S)
     return max(bytes_moved(scheme, n, k, tokens) / BYTES_PER_S, computing_s) * 1e6
 
@@ -73,52 +75,50 @@ def floor_us(scheme: str, n: int, k: int, tokens: int) -> float:
 
 
 def kernels_for(shape: LinearShape) -> list[LinearKernel]:
-    """Every GPU kernel that accepts, the registry's order first, the torch reference left out."""
-    families = (*FAMILIES.values(), linear_hopper_w8, linear_hopper_w4a16)
-    every = [kernel for family in families for kernel in family.KERNELS]
-    known = [kernel for kernel in linear_kernels(shape.device) if kernel in every]
-    preferred = known + [kernel for kernel in every if kernel not in known]
-    return [kernel for kernel in preferred if kernel.accepts(shape) is None]
+    """Every kernel of this package that accepts, the engine's choice first; what torch multiplies with is a peer."""
+    torchs = (reference.SCALED_MM, *reference.KERNELS)
+    return [one for one in linear_kernels(shape.device) if one not in torchs and one.accepts(shape) is None]
 
 
-def random_weight(scheme: str, n: int, k: int, device: torch.device) -> QTensor:
+def random_weight(scheme: str, n: int, k: int, device: torch.device) -> QTensor | Tensor:
     """Normal values to the nearest code, each group's largest at the end of the range, as the peers' are: how often bits flip
     decides the clocks of a large product. Outputs are near one."""
-    spec = FORMS[scheme].weight
-    assert spec is not None
-    values = torch.randn(n, k, device=device).unflatten(1, (-1, spec.group or k))
-    largest = values.abs().amax(dim=2, keepdim=True)
+    spec, values = FORMS[scheme].weight, torch.randn(n, k, device=device) / k**0.5
+    if spec is None:
+        return values.bfloat16()
+    largest = values.unflatten(1, (-1, spec.group or k)).abs().amax(dim=2)
+    scale = (largest * (2 if spec.zero else 1) / spec.num.qmax).bfloat16().float()
     zero = torch.randint(6, 10, largest.shape, device=device).float() if spec.zero else None
-    steps = min(spec.num.qmax, 127) / (2 if spec.zero else 1)
-    codes = (values * (steps / largest) + (0 if zero is None else zero)).round_()
-    codes = codes.clamp_(max(spec.num.qmin, -127), spec.num.qmax).to(torch.int8).flatten(1)
-    scale = (largest[:, :, 0] / steps / k**0.5).bfloat16().float()
-    if spec.over is not None:
-        whole = scheme == "w4a8_whole_g128"
-        grid = torch.randint(8, 17, scale.shape, device=device) if whole else torch.rand(scale.shape, device=device) * 8 + 7.8
-        return QTensor(spec, codes, grid.half().float(), None, scale[:, :1].contiguous() / 16)
-    return QTensor(spec, codes, scale, None if zero is None else zero[:, :, 0])
+    weight = quantize_weight(values, spec, scale, zero)
+    if spec.over is None:
+        return weight
+    whole = scheme == "w4a8_whole_g128"
+    grid = torch.randint(8, 17, scale.shape, device=device) if whole else torch.rand(scale.shape, device=device) * 8 + 7.8
+    return replace(weight, scale=grid.half().float(), over=scale[:, :1].contiguous() / 16)
 
 
 def random_input(scheme: str, tokens: int, k: int, device: torch.device) -> Rows | Tensor:
-    x = torch.randn(tokens, k, device=device)
-    if FORMS[scheme].act is None:
+    """As the multiplying kernel takes it: FP8 too is rounded before, as the peers' is."""
+    x, act = torch.randn(tokens, k, device=device), FORMS[scheme].act
+    if act is None:
         return x.bfloat16()
-    scale = x.abs().amax(dim=1) / 127
-    return Rows((x / scale[:, None]).round_().to(torch.int8), scale)
+    if act.num == FP8:
+        codes, scale = reference.quantize_float8(x, act, None)
+        return Rows(codes, scale.flatten())
+    return reference.quantize_rows(x)
 
 
 def head(x: Rows | Tensor, rows: int) -> Rows | Tensor:
     return Rows(x.codes[:rows], x.scale[:rows]) if isinstance(x, Rows) else x[:rows]
 
 
-def relative_error(kernel: LinearKernel, packed: Any, weight: QTensor, x: Rows | Tensor) -> float:
+def relative_error(kernel: LinearKernel, packed: Any, weight: QTensor | Tensor, x: Rows | Tensor) -> float:
     """|out - exact| / |exact| over the first 32 and last 32 rows of the full batch, the output's rounding included."""
     out = kernel.run(packed, x).double()
     value = x.codes.double() * x.scale.double()[:, None] if isinstance(x, Rows) else x.double()
     rows = torch.arange(out.shape[0], device=out.device)
     rows = rows[(rows < 32) | (rows >= out.shape[0] - 32)]
-    exact = value[rows] @ dequantize(weight, torch.float64).t()
+    exact = value[rows] @ dense(weight, torch.float64).t()
     return ((out[rows] - exact).norm() / exact.norm()).item()
 
 
@@ -127,26 +127,27 @@ def same_alone(kernel: LinearKernel, packed: Any, x: Rows | Tensor) -> bool:
     return torch.equal(kernel.run(packed, head(x, 1)), kernel.run(packed, x)[:1])
 
 
-def copies_of(packed: Any, count: int) -> list[Any]:
-    """The same packed weight `count` times in different memory. Works on any frozen dataclass of tensors."""
+def copies_of(packed: Any, device: torch.device) -> list[Any]:
+    """A packed weight, any frozen dataclass of tensors, as often in different memory as no cache holds."""
     tensors = {name: value for name, value in vars(packed).items() if isinstance(value, Tensor)}
+    count = copies_beyond_cache(sum(t.nbytes for t in tensors.values()), device)
     return [packed, *(replace(packed, **{name: t.clone() for name, t in tensors.items()}) for _ in range(count - 1))]
 
 
-def tensor_bytes(packed: Any) -> int:
-    return sum(value.numel() * value.element_size() for value in vars(packed).values() if isinstance(value, Tensor))
-
-
 def peer_calls(n: int, k: int, tokens: int, device: torch.device) -> dict[str, list[Call]]:
-    """cuBLAS through torch: bf16, FP8 with one scale a tensor, raw int8 (no scales at all)."""
+    """cuBLAS through torch: bf16; FP8 by one scale a tensor, or one a row and token, in its fast sums or exact ones (those of
+    ours are exact); raw int8 (no scales at all)."""
     wide = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
-    count, one, x8 = copies_beyond_cache(n * k, device), torch.ones(1, device=device), x.to(torch.float8_e4m3fn)
-    fp8 = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    count, x8 = copies_beyond_cache(n * k, device), x.to(torch.float8_e4m3fn)
+    weights8 = [wide.to(torch.float8_e4m3fn).t() for _ in range(count)]
     calls: dict[str, list[Call]] = {
         "torch bf16": [partial(F.linear, x, wide.clone()) for _ in range(copies_beyond_cache(2 * n * k, device))],
-        "torch fp8": [partial(fp8, x8, wide.to(torch.float8_e4m3fn).t()) for _ in range(count)],
     }
+    for name, rows, columns, fast in (("fp8", 1, 1, True), ("fp8 exact", 1, 1, False), ("fp8 rows", tokens, n, True)):
+        scales = {"scale_a": torch.ones(rows, 1, device=device), "scale_b": torch.ones(1, columns, device=device)}
+        multiply = partial(torch._scaled_mm, **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        calls[f"torch {name}"] = [partial(multiply, x8, weight) for weight in weights8]
     if tokens > 16:
         xi = torch.randint(-127, 128, (tokens, k), dtype=torch.int8, device=device)
         integers = [torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device) for _ in range(count)]
@@ -159,6 +160,8 @@ HUMMING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "w4a8": ({"dtype": "int4"}, {"dtype": "int8"}),
     "w4a8_whole_g128": ({"dtype": "int4", "group_size": 128}, {"dtype": "int8"}),
     "w4a16_g128": ({"dtype": "int4", "group_size": 128}, None),
+    "w8a8": ({"dtype": "int8"}, {"dtype": "int8"}),
+    "fp8": ({"dtype": "float8e4m3"}, {"dtype": "float8e4m3"}),
 }
 
 
@@ -185,10 +188,6 @@ def humming_calls(scheme: str, n: int, k: int, tokens: int, device: torch.device
     codes, scale = (x, None) if HUMMING[scheme][1] is None else HummingLayerMethod.may_quant_input(layers[0], x)
     forward = HummingLayerMethod.forward_layer
     return {f"humming {scheme}": [partial(forward, layer, inputs=codes, input_scale=scale) for layer in layers]}
-
-
-def timed_alone(calls: Sequence[Call], replays: int = 5, least_us: float = 800.0) -> Timing:
-    return interleave({"": calls}, replays, least_us)[""]
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def run(schemes: Sequence[str], model: str = "llama-2-13b", tokens: Sequence[int
                 table[m].setdefault(name, {})[layer] = timing.us
                 if name in errors and name not in wrong:
                     scheme, kernel = name.split(" | ")
-                    moved = n * k * FORMS[scheme].weight.num.bits / 8
+                    moved = bytes_moved(scheme, n, k, 0)
                     records.append(about | {
                         "layer": layer, "scheme": scheme.replace("_", "-"), "kernel": kernel, "N": n, "K": k, "M": m,
                         "us": round(timing.us, 2), "us_min": round(timing.us_min, 2), "spread": round(timing.spread, 3),
@@ -263,23 +262,23 @@ def roofline(records: Sequence[dict[str, Any]], model: str) -> str:
     """The records of `run` under the roof of an H200, as SVG."""
     points = [Point(f"{r['layer']} M={r['M']}", r["scheme"], 2.0 * r["M"] * r["N"] * r["K"],
                     bytes_moved(r["scheme"].replace("-", "_"), r["N"], r["K"], r["M"]), r["us"],
-                    "bf16" if "a16" in r["scheme"] else "int8") for r in records]
+                    "int8" if FORMS[r["scheme"].replace("-", "_")].act else "bf16") for r in records]
     return roofline_svg(points, BYTES_PER_S, {"int8": INT8_PER_S, "bf16": BF16_PER_S}, f"Linears of {model}")
 
 
-def _weights(scheme: str, n: int, k: int, every: bool, report: Report) -> list[tuple[str, LinearKernel, QTensor, list[Any]]]:
-    """(scheme, kernel, weight, packed copies) of the chosen kernel, or of every one."""
+def _weights(scheme: str, n: int, k: int, every: bool, report: Report) -> list[Candidate]:
+    """Of the chosen kernel, or of every one."""
     device, out = torch.device("cuda"), []
     shape = LinearShape(FORMS[scheme], n, k, device, torch.bfloat16)
     for kernel in kernels_for(shape)[: None if every else 1]:
         with reported(report, f"{scheme} | {kernel.name} N={n} K={k}"):
             weight = random_weight(scheme, n, k, device)
             packed = kernel.pack(weight, shape)
-            out.append((scheme, kernel, weight, copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))))
+            out.append((scheme, kernel, weight, copies_of(packed, device)))
     return out
 
 
-def _calls(weights: Sequence[tuple[str, LinearKernel, QTensor, list[Any]]], n: int, k: int, m: int, device: torch.device,
+def _calls(weights: Sequence[Candidate], n: int, k: int, m: int, device: torch.device,
            report: Report) -> tuple[dict[str, list[Call]], dict[str, float], set[str]]:
     """-> (calls per kernel and peer, relative error per kernel, the kernels that failed: too far off or not the same alone)."""
     calls: dict[str, list[Call]] = {}
@@ -290,7 +289,7 @@ def _calls(weights: Sequence[tuple[str, LinearKernel, QTensor, list[Any]]], n: i
         with reported(report, f"{name} N={n} K={k} M={m}"):
             x = random_input(scheme, m, k, device)
             errors[name] = relative_error(kernel, copies[0], weight, x)
-            alone = same_alone(kernel, copies[0], x)
+            alone = FORMS[scheme].weight is None or same_alone(kernel, copies[0], x)  # not promised of 16 bits
             if not alone or not errors[name] < max(4e-3, FORMS[scheme].tol):
                 wrong.add(name)
                 report(f"  {name} N={n} K={k} M={m}: relative error {errors[name]:.1e}, same bits alone: {alone}")
@@ -317,7 +316,7 @@ def _format(m: int, rows: dict[str, dict[str, float]], layers: Sequence[tuple[st
         cells = "".join(f"{times[layer]:10.1f}" if layer in times else f"{'-':>10}" for layer, _, _ in layers)
         line = f"  {name + (' (wrong)' if name in wrong else ''):<40}{cells}"
         if len(times) == len(layers):
-            scheme = {"torch fp8": "w8a8", "torch int8 raw": "w8a8"}.get(name, name.removeprefix("humming ").split(" | ")[0])
+            scheme = "w8a8" if name.startswith(("torch fp8", "torch int8")) else name.removeprefix("humming ").split(" | ")[0]
             least, total = sum(floor_us(scheme, n, k, m) for _, n, k in layers), sum(times.values())
             line += f"{total:10.1f}{least:8.1f}{least / total:10.2f}"
         lines.append(line)
@@ -421,7 +420,7 @@ def sweep(schemes: Sequence[str], model: str = "llama-2-13b", tokens: Sequence[i
             continue
         weight = random_weight(scheme, n, k, device)
         packed = kernel.pack(weight, shape)
-        copies = copies_of(packed, copies_beyond_cache(tensor_bytes(packed), device))
+        copies = copies_of(packed, device)
         for m in tokens:
             if time.monotonic() > deadline:
                 report("budget spent")
@@ -473,7 +472,7 @@ def _sweep_one(kernel: LinearKernel, copies: Sequence[Any], x: Rows | Tensor, ti
         if time.monotonic() > deadline:
             break
         try:
-            found.append((timed_alone(rotation(tile), replays=3, least_us=300.0).us, tile))
+            found.append((interleave({"": rotation(tile)}, replays=3, least_us=300.0)[""].us, tile))
         except Exception:  # a tile this shape cannot take; the others still count
             torch.cuda.synchronize()
     found.sort(key=lambda item: item[0])
@@ -493,8 +492,8 @@ def command(*, schemes: str | None = None, model: Literal[tuple(MODELS)] = "llam
             family: Literal[tuple(FAMILIES)] = "triton") -> None:
     """Linear kernels beside cuBLAS on this GPU: correctness and time in one run.
 
-    :param schemes: With commas between, of w4a8, w4a8_whole_g128, w4a8_qqq_g128, w8a8, w4a16_g128 (these are the default), fp8
-        and the others of the table of schemes.
+    :param schemes: With commas between, of w4a8, w4a8_whole_g128, w4a8_qqq_g128, w8a8, w4a16_g128 (these are the default), fp8,
+        16bit and the others of the table of schemes.
     :param tokens: Rows of the input, with commas between.
     :param every_kernel: Time all kernels that accept, not the chosen one alone.
     :param results: Append one JSON line per figure here.

@@ -127,7 +127,7 @@ class ModelRunner:
     def launch(self, plan: Plan) -> Callable[..., Any]:
         """Queue a step on the device. The returned function waits for its tokens; of a step with grammars, see `Runner`."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread: several may use one engine in turn
+            torch.cuda.set_device(self._pool.device)  # of this thread: several may use one engine in turn
         requests = [plan.requests[row] for row in plan.samples]
         rows, decodes = len(requests), plan.num_decode == len(plan.requests) == len(plan.samples)
         if decodes and self._decode is not None:

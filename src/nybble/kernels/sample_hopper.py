@@ -1,4 +1,5 @@
-"""Drawing tokens on Hopper (sm_90a), in CUDA (`sample_sm90.cu`): one launch for temperature, top-k, top-p, min-p and noise.
+"""Tokens from logits on Hopper (sm_90a), in CUDA: the largest (`greedy_sm90.cu`), or one launch for temperature, top-k, top-p,
+min-p and noise (`sample_sm90.cu`).
 
 Not penalties or masks, which few rows have: `engine.sampler` applies them to the logits before. Same noise, so the same
 tokens, as its torch operations but where rounding moves a border.
@@ -14,12 +15,49 @@ from torch import Tensor
 
 from nybble.kernels import nvrtc
 
-THREADS, MOST_TOKENS = 512, 1 << 18  # of the .cu
+THREADS, GREEDY_THREADS, MOST_TOKENS = 512, 1024, 1 << 18  # of the .cu
 MOST_LOGITS = 48  # of a thread, where more programs can have the row
 
 
+class GreedyArguments(ctypes.Structure):
+    """`Arguments` of greedy_sm90.cu."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("logits", "slots", "pool", "out")]
+
+
+def greedy_cluster_for(rows: int, width: int) -> int:
+    """Programs that share a row, from an H200. No token depends on it."""
+    cluster = 8 if rows <= 16 else 4 if rows <= 32 else 2
+    while cluster < 8 and width > 16 * GREEDY_THREADS * cluster:
+        cluster *= 2
+    return cluster
+
+
+def greedy_source_and_defines(width: int, cluster: int) -> tuple[str, dict[str, int]]:
+    return nvrtc.source("greedy_sm90.cu"), {"OUT": 0, "WIDTH": width, "CLUSTER": cluster}
+
+
+@functools.cache
+def greedy_kernel(width: int, cluster: int, device: int) -> ctypes.c_void_p:
+    return nvrtc.load(nvrtc.machine_code(*greedy_source_and_defines(width, cluster)), "greedy", 0, device)
+
+
+def greedy_into(logits: Tensor, slots: Tensor, pool: Tensor) -> Tensor:
+    """float32 [S, V] -> int64 [S] as `engine.sampler.greedy`, also written to pool[slots]."""
+    out, logits = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.contiguous()
+    if logits.data_ptr() % 16:  # rows are read in fours
+        logits = logits.clone()
+    if len(logits):
+        rows, width = logits.shape
+        cluster = greedy_cluster_for(rows, width)
+        arguments = GreedyArguments(*(tensor.data_ptr() for tensor in (logits, slots, pool, out)))
+        found = greedy_kernel(width, cluster, logits.device.index)
+        nvrtc.launch(found, cluster * rows, GREEDY_THREADS, 0, cluster, (arguments,), logits.device)
+    return out
+
+
 class Arguments(ctypes.Structure):
-    """`Arguments` of the .cu."""
+    """`Arguments` of sample_sm90.cu."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys", "out")]
 

@@ -1,9 +1,13 @@
-"""The two ends of a step in portable Triton, one launch each: which token a row starts from, and the greedy token it ends with.
+"""The two ends of a step in portable Triton, one launch each: which token a row starts from, and the greedy token it ends with
+(on Hopper `sample_hopper`'s, where it works).
 
 Tokens that the host has not seen lie in a pool on the device; what they mean is `engine.runner`'s business.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
 
 import torch
 import triton
@@ -11,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nybble.kernels import sample_hopper
 from nybble.kernels.linear_triton import launch_options
 
 _BLOCK = 4096
@@ -57,8 +62,29 @@ def _greedy(logits_ptr, slots_ptr, pool_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK
     tl.store(pool_ptr + slot, token)
 
 
+@functools.cache
+def _on_hopper(device: torch.device, vocab_size: int) -> bool:
+    """Whether Hopper's kernel takes such logits: it finds the largest of rows as torch does, or a warning says why not. After
+    this none is compiled any more."""
+    if sample_hopper.refusal(torch.empty(0, vocab_size, device=device)) is not None:
+        return False
+    logits = torch.randn(33, vocab_size, device=device, generator=torch.Generator(device).manual_seed(0))
+    slots, pool = torch.arange(33, device=device), torch.empty(33, dtype=torch.int64, device=device)
+    try:
+        found = [sample_hopper.greedy_into(logits[:rows], slots, pool) for rows in (1, 17, 33)]
+        same = all(tokens.equal(logits[: len(tokens)].argmax(1)) for tokens in (*found, pool))
+        reason = None if same else "its tokens are not those of the largest logits"
+    except Exception as error:
+        reason = f"its start-up test failed: {type(error).__name__}: {str(error).strip()[:200]}"
+    if reason is not None:
+        logging.getLogger(__name__).warning("the kernel for greedy tokens is not used on %s: %s", device, reason)
+    return reason is None
+
+
 def greedy_into(logits: Tensor, slots: Tensor, pool: Tensor) -> Tensor:
     """float32 [S, V] -> int64 [S] as `engine.sampler.greedy`, also written to pool[slots]."""
+    if _on_hopper(logits.device, logits.shape[1]):
+        return sample_hopper.greedy_into(logits, slots, pool)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         options = launch_options(logits.device, 16)
