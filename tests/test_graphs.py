@@ -123,7 +123,12 @@ def test_launches_repeated_for_a_layer_are_its_own(monkeypatch: pytest.MonkeyPat
             self.name, self.arg_names = name, getattr(attention_triton, name).arg_names
 
         def __getitem__(self, grid: tuple) -> Any:
-            return lambda *arguments, **options: notes.append((self.name, grid, arguments)) or self
+            def launched(*arguments: Any, **options: Any) -> Notes:
+                assert len(arguments) == len(self.arg_names)
+                notes.append((self.name, grid, arguments))
+                return self
+
+            return launched
 
     for name in ("_decode", "_combine", "_gather", "_prompt"):
         monkeypatch.setattr(attention_triton, name, Notes(name))

@@ -99,7 +99,8 @@ def test_a_plan_covers_every_row_once(kind: int, rows: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "tokens", "rows", "best"),
     [(INTEGER, 512, 15360, [256]), (INTEGER, 1024, 5120, [176]), (INTEGER, 1024, 15360, [256, 176]),
-     (INTEGER, 384, 27648, [128]), (FLOAT, 384, 27648, [128]), (FLOAT, 2048, 5120, [176]), (FLOAT, 2048, 15360, [192]),
+     (INTEGER, 384, 27648, [128]), (FLOAT, 384, 27648, [128]), (FLOAT, 2048, 5120, [160]), (FLOAT, 2048, 15360, [192]),
+     (FLOAT, 160, 5120, [80]), (INTEGER, 160, 27648, [160]), (FLOAT, 4096, 5120, [160]), (FLOAT, 192, 5120, [96]),
      (FLOAT, 256, 5120, [128]), (FLOAT, 512, 27648, [176]), (FLOAT, 1024, 5120, [176]), (FLOAT, 1024, 15360, [128]),
      (EVEN_BLOCKS, 256, 5120, [128]), (EVEN_BLOCKS, 512, 5120, [192]), (EVEN_BLOCKS, 512, 15360, [256]),
      (EVEN_BLOCKS, 1024, 5120, [192]), (EVEN_BLOCKS, 4096, 27648, [192])],

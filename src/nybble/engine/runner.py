@@ -33,6 +33,7 @@ from nybble.models.decoder import Pieces, attend
 from nybble.nn.parallel import Group
 
 GRAPH_SLACK_BYTES = 64 << 20  # on top of what is measured: kernels that are loaded later
+SCORED_ROWS = 64  # logits at a time, or as many as a step draws from
 LONGEST_STEP_MS = 1000.0  # a longer one was a pause between requests
 
 
@@ -179,7 +180,7 @@ class ModelRunner:
         return self.model.logits(self.model.final(x[:drawn], residual[:drawn])) if drawn else None, None, scored
 
     def _score(self, x: Tensor, residual: Tensor, plan: Plan) -> Callable[[], list]:
-        """Prompt rows that want log-probabilities, `max_batch` logits at a time: as many as the largest step has."""
+        """Prompt rows that want log-probabilities, some logits at a time."""
         spans: list[tuple[int, int, int]] = []  # row, position of its first target, how many
         rows, targets, count, first = [], [], 0, plan.num_decode
         for row in range(plan.num_decode, len(plan.requests)):
@@ -192,7 +193,8 @@ class ModelRunner:
                 count = max(count, request.params.prompt_logprobs)
             first += tokens
         parts = []
-        for some, following in zip(*(index(whole, self.device).split(len(self._counted)) for whole in (rows, targets))):
+        for some, following in zip(*(index(whole, self.device).split(max(SCORED_ROWS, len(self._counted)))
+                                     for whole in (rows, targets))):
             logits = self.model.logits(self.model.final(x[some], residual[some]))
             parts.append(logprobs(logits, following, count))
         wait = self._to_host([torch.cat(part) for part in zip(*parts)], None)

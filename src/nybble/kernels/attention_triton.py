@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nybble.formats.spec import INT4_KV_GROUPS
 from nybble.kernels import cache_hopper, nvrtc
-from nybble.kernels.linear_triton import generation_of, launch_options
+from nybble.kernels.linear_triton import generation_of
 from nybble.kernels.types import LayerKV, Step
 
 LOG2_E = 1.4426950408889634
@@ -647,20 +647,23 @@ def decode(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: T
         stat = room((rows, q.shape[1], splits, 2), dtype=torch.float32, device=q.device)
     k, v, k_params, v_params = _operands(kv, True)
     units, window, (q_scale, v_scale) = k.shape[3], window or 1 << 30, scales_of(kv, scale)
+    early = generation_of(q.device) >= 9  # see `launch_options`; given by place, for so `Launches` repeats it
+    options = {"launch_pdl": True} if early else {}
     least = 16 if torch.version.hip else 8  # queries of the narrowest tensor-core instruction
     launch(
         _decode, (heads, rows, programs),
         q, k, v, k_params, v_params, step.block_table, step.context_len, out, part, stat, step.block_table.stride(0), window,
         splits, q_scale, v_scale, heads, group, head_dim, units, max(16, triton.next_power_of_2(units)), block_size, kv.codec,
         generation_of(q.device) > 0, _sets(kv), tiles.split, tiles.levels, tiles.tile,
-        max(least, triton.next_power_of_2(group)), direct, tiles.stages, **launch_options(q.device, tiles.warps))
+        max(least, triton.next_power_of_2(group)), direct, tiles.stages, early, num_warps=tiles.warps,
+        **options)
     if not direct:
         links, depth = min(_LINKS, triton.next_power_of_2(splits)), (triton.cdiv(splits, _LINKS) - 1).bit_length()
         lanes = min(128 if links <= 8 else 64 if depth == 0 else 16, triton.next_power_of_2(head_dim))
         launch(
             _combine, (q.shape[1], rows, triton.cdiv(head_dim, lanes)),
             part, stat, step.context_len, out, window, splits, v_scale, q.shape[1], head_dim, lanes, tiles.split,
-            tiles.levels, links, depth, **launch_options(q.device, 1))
+            tiles.levels, links, depth, early, num_warps=1, **options)
 
 
 def prompt(q: Tensor, kv: LayerKV, step: Step, scale: float, window: int, out: Tensor,

@@ -90,7 +90,8 @@ NARROW[EVEN_BLOCKS] = (
     (128, ANY, Tile(128, 2, turned=128)),
 )
 # For more tokens; int8's first is what whole rounds in two launches are made of. A thread of FP8 has two sums each.
-EIGHT_BIT = (*(Tile(t, 2, 2, staged=True) for t in (192, 176, 144)), Tile(128, 2, staged=True), Tile(128, 3, staged=True))
+PAIRS = tuple(Tile(tokens, 2, 2, staged=True) for tokens in (192, 176, 160, 144, 96, 80))
+EIGHT_BIT = (*PAIRS, Tile(128, 2, staged=True), Tile(128, 3, staged=True))
 WIDE: dict[int, tuple[Tile, ...]] = {
     INTEGER: (Tile(256, 2, staged=True), *EIGHT_BIT),
     FLOAT: EIGHT_BIT,
@@ -128,7 +129,9 @@ def plan(kind: int, tokens: int, rows: int, processors: int) -> tuple[Launch, ..
         if tile.turned:
             return rounds(tile, rows) * (products + 64 // tile.warpgroups)
         copies = (tile.tokens + tile.rows) * 35 // 64  # at 58 bytes a clock
-        return rounds(tile, rows) * (max(products, copies) + START[tile.warpgroups])
+        # Rows that the last tile lacks: copies take 2 ns to fill one. Of many tiles few are the last.
+        missing = -tokens % tile.tokens if tokens <= 256 else 0
+        return rounds(tile, rows) * (max(products, copies) + START[tile.warpgroups]) + missing * 27 // 32
 
     wide = WIDE[kind]
     best = min(wide, key=lambda tile: cost(tile, rows))
