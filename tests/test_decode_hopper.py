@@ -77,8 +77,8 @@ def test_whatever_a_step_of_so_many_rows_takes_is_compiled_ahead(name: str, monk
     monkeypatch.setattr(decode_hopper.nvrtc, "compile_ahead", lambda wanted: compiled.extend(d for _, d in wanted))
     monkeypatch.setattr(decode_hopper.nvrtc, "processors", lambda device: 132)
     asked_for: list[dict] = []
-    monkeypatch.setattr(decode_hopper, "kernel", lambda device, *defined:
-                        asked_for.append(decode_hopper.source_and_defines(*defined)[1]))  # fmt: skip
+    monkeypatch.setattr(decode_hopper.nvrtc, "kernel", lambda name, device, shared_bytes, source, *given:
+                        asked_for.append(source(*given)[1]))  # fmt: skip
     monkeypatch.setattr(decode_hopper.nvrtc, "launch", lambda *_: None)
     monkeypatch.setattr(decode_hopper.nvrtc, "bytes_map", lambda *_: None)
     x, heads, kv, step = asked(name, 40, 40)

@@ -369,8 +369,8 @@ def test_the_kernels_at_both_ends_of_a_step_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 32000), (16, 49152), (64, 32000), (128, 151936)])
 def test_the_kernel_for_hopper_compiles_and_keeps_what_it_holds_in_registers(rows: int, vocab: int, tmp_path: Path) -> None:
-    for source, cluster in ((sample_hopper.source_and_defines, sample_hopper.cluster_for),
-                            (sample_hopper.greedy_source_and_defines, sample_hopper.greedy_cluster_for)):  # fmt: skip
-        lines = assemble(*source(vocab, cluster(rows, vocab)), tmp_path)
+    for name, most in (("sample", sample_hopper.MOST_LOGITS), ("greedy", sample_hopper.MOST_GREEDY_LOGITS)):
+        cluster = sample_hopper.cluster_for(rows, vocab, most)
+        lines = assemble(*sample_hopper.source_and_defines(name, vocab, cluster), tmp_path)
         assert not [line for line in lines if SPILL.match(line)]
         assert any("REDUX.MAX" in line for line in lines)

@@ -7,9 +7,8 @@ whose bits these are. This file looks whether the kernel fits, cuts the work and
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from torch import Tensor
 from nybble.kernels import attention_triton, nvrtc
 from nybble.kernels.attention_triton import LOG2_E
 from nybble.kernels.cache_hopper import pages_ahead
+from nybble.kernels.nvrtc import OUT
 from nybble.kernels.types import LayerKV, Rows, Step
 
-OUT = {torch.bfloat16: 0, torch.float16: 1}
 DIM, TILE_BYTES = 128, 4096
 TILES = {"int8": attention_triton.decode_tiles(DIM, 8), "int4": attention_triton.decode_tiles(DIM, 4)}
 MOST_PARTIAL_BYTES = 32768  # of a (row, KV head)'s partial sums
@@ -58,15 +57,8 @@ def shape_for(name: str, pairs: int, group: int, count: int = 132) -> Shape:
     return Shape(3, 2, 1, 5) if group == 1 and pairs <= 16 * count else Shape(2, 2, 1, 8)
 
 
-class Arguments(ctypes.Structure):
-    """`Arguments` of the .cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "table", "context", "position", "slot", "cos_sin", "k", "v", "k_params",
-                                               "v_params", "out", "codes", "scale", "arrivals")),
-        *((name, ctypes.c_float) for name in ("q_scale", "v_scale")),
-        *((name, ctypes.c_int) for name in ("rows", "table_width", "blocks", "splits", "ahead", "sees_own")),
-    ]  # fmt: skip
+Arguments = nvrtc.structure("qkv table context position slot cos_sin k v k_params v_params out codes scale arrivals",
+                            "q_scale v_scale", "rows table_width blocks splits ahead sees_own")  # fmt: skip
 
 
 def source_and_defines(shape: Shape, name: str, heads: int, group: int, block_size: int, fused: bool, quantize: bool, out: int
@@ -84,13 +76,6 @@ def shared_bytes(shape: Shape, name: str, group: int, blocks: int, splits: int) 
     stats_at = -(-shape.warps * shape.ring * (TILE_BYTES + sets * tile * 4 + 8) // 16) * 16 + portions + group * DIM * 2
     table_at = -(-(stats_at + group * (1 + sets) * 4) // 16) * 16 + 2 * codes + 32
     return table_at + -(-blocks * 4 // 16) * 16 + splits * group * (DIM * 4 + 8)
-
-
-@functools.cache
-def kernel(device: int, *defined: Any) -> ctypes.c_void_p:
-    """defined: of `source_and_defines`."""
-    code = nvrtc.machine_code(*source_and_defines(*defined))
-    return nvrtc.load(code, "decode", nvrtc.MOST_BYTES, device)
 
 
 def compile_ahead(kv: LayerKV, heads: int, dtype: torch.dtype, rows: int, quantize: bool | None) -> None:
@@ -147,13 +132,14 @@ def run(x: Tensor, heads: int, kv: LayerKV, step: Step, scale: float, cos_sin: T
     blocks, splits = -(-step.max_context // block_size), attention_triton.split_count(step.max_context, TILES[kv.name])
     tensors = (x, step.block_table, step.context_len, step.positions, step.slots, cos_sin, kv.k, kv.v, kv.k_params, kv.v_params,
                out, codes, by, _arrivals(device))
-    arguments = Arguments(*(None if t is None else t.data_ptr() for t in tensors), scale * LOG2_E * kv.k_scale, kv.v_scale,
+    arguments = Arguments(*nvrtc.addresses(*tensors), scale * LOG2_E * kv.k_scale, kv.v_scale,
                           rows, step.block_table.stride(0), min(blocks, step.block_table.shape[1]), splits,
                           pages_ahead(kv, step), step.sees_own)
     maps = (nvrtc.bytes_map(t.data_ptr(), t.numel() // 128, 128, TILE_BYTES // 128) for t in (kv.k, kv.v))
     group = heads // kv_heads
     nvrtc.launch(
-        kernel(device.index, shape, kv.name, kv_heads, group, block_size, cos_sin is not None, quantize, OUT[x.dtype]),
+        nvrtc.kernel("decode", device.index, nvrtc.MOST_BYTES, source_and_defines, shape, kv.name, kv_heads, group, block_size,
+                     cos_sin is not None, quantize, OUT[x.dtype]),
         rows * kv_heads * shape.cluster, shape.warps * 32, shared_bytes(shape, kv.name, group, blocks, splits), shape.cluster,
         (*maps, arguments), device,
     )  # fmt: skip
